@@ -1,0 +1,64 @@
+"""Names of architectures -> modules with the right head; modules -> a precision on a device."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+
+def build(name: str, *, num_classes: int, image_size: int) -> nn.Module:
+    """Build an untrained classifier: float `[N, 3, image_size, image_size]` -> logits `[N, num_classes]`.
+
+    `name` is a classification architecture of torchvision's registry (`resnet50`), or one of timm's as `timm:NAME`.
+    Auxiliary heads, which only training uses, are left out. Raises ValueError for an unknown name, naming the
+    closest ones, and for an image size that the architecture can't take.
+    """
+    if name.startswith("timm:"):
+        return _build_timm(name.removeprefix("timm:"), num_classes, image_size)
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        raise ValueError(f"unknown architecture {name!r}{_closest(name, names)}; timm's architectures are written timm:NAME")
+    options: dict[str, object] = {}
+    if name in ("googlenet", "inception_v3"):
+        options = {"aux_logits": False, "init_weights": False}
+    elif name.startswith("vit_"):
+        options = {"image_size": image_size}  # the position embedding has one entry per patch
+    elif name.startswith("maxvit"):
+        options = {"input_size": (image_size, image_size)}  # its windows are laid out for one size
+    try:
+        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{name} can't be built for {image_size} x {image_size} pixels: {error}") from error
+    return model.eval()
+
+
+def _build_timm(name: str, num_classes: int, image_size: int) -> nn.Module:
+    import timm  # slow to import, so only for such names
+
+    if not timm.is_model(name):
+        raise ValueError(f"unknown architecture 'timm:{name}'{_closest(name, timm.list_models())}")
+    config = timm.models.get_pretrained_cfg(name)
+    options: dict[str, Any] = {"img_size": image_size} if config is not None and config.fixed_input_size else {}
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **options)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"timm:{name} can't be built for {image_size} x {image_size} pixels: {error}") from error
+    return model.eval()
+
+
+def _closest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=3)
+    return f" (close: {', '.join(close)})" if close else ""
+
+
+def place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Put a model for inference on a device, in a precision, its convolutions channels_last. Changes the model in place."""
+    if dtype == torch.float32:
+        # float32 means float32: TF32, cuDNN's default, misses the golden samples' bounds for it.
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch puts `conv` there at run time
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    return model.eval().requires_grad_(False).to(device, dtype).to(memory_format=torch.channels_last)

@@ -1,0 +1,218 @@
+"""The contract between training and serving: one safetensors file with weights, labels, preprocessing and golden samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from models.preprocessing import Preprocessing
+
+if TYPE_CHECKING:  # the parent and the front doors read headers and never import torch
+    import torch
+
+FORMAT = 1
+GOLDEN_SAMPLES = 16
+_KEY = "spyglass"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that must not be served. The message names the file, the field, and what is wrong with it."""
+
+    def __init__(self, path: Path, field: str, problem: str) -> None:
+        super().__init__(f"{path}: {field}: {problem}")
+        self.path, self.field, self.problem = path, field, problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Everything about a checkpoint but its tensors."""
+
+    name: str
+    version: str  # see version_of
+    architecture: str  # see architectures.build
+    labels: tuple[str, ...]  # in the order of the logits
+    preprocessing: Preprocessing
+    temperature: float = 1.0  # the logits are divided by it before the softmax
+    metrics: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)  # data, recipe, licence, library versions, time, code revision
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"format": FORMAT, **fields, "labels": list(self.labels), "preprocessing": self.preprocessing.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint in memory."""
+
+    header: Header
+    model: torch.nn.Module  # eval mode, float32, on the CPU
+    golden_pixels: torch.Tensor  # uint8 [16, crop, crop, 3]
+    golden_logits: torch.Tensor  # float32 [16, C]: what the model gave at export
+
+
+def version_of(state: Mapping[str, torch.Tensor], labels: tuple[str, ...], preprocessing: Preprocessing, temperature: float) -> str:
+    """Short hash of all that decides an answer: equal models have equal versions."""
+    facts = {"labels": labels, "preprocessing": preprocessing.to_dict(), "temperature": temperature}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(state.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().data)
+    return digest.hexdigest()[:12]
+
+
+def read_header(path: Path) -> Header:
+    """Read labels, preprocessing and the other facts in milliseconds, without the weights and without torch.
+
+    Raises CheckpointError.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, FileNotFoundError):
+            hint = "no such file; `python -m models pull efficientnet_lite0` makes the default checkpoint"
+            raise CheckpointError(path, "file", hint) from None
+        raise CheckpointError(path, "file", f"not a readable safetensors file ({error})") from None
+    if _KEY not in metadata:
+        raise CheckpointError(path, _KEY, "not in the safetensors header; `python -m models export` makes a checkpoint from plain weights")
+    try:
+        document = json.loads(metadata[_KEY])
+    except ValueError as error:
+        raise CheckpointError(path, _KEY, f"not valid JSON ({error})") from None
+    return _parse_header(document, path)
+
+
+def _parse_header(document: Any, path: Path) -> Header:
+    def need(condition: bool, field: str, problem: str) -> None:
+        if not condition:
+            raise CheckpointError(path, field, problem)
+
+    need(isinstance(document, dict), _KEY, "not a JSON object")
+    found = document.get("format")
+    need(found == FORMAT and type(found) is int, "format", f"{found!r} is unknown to this version, which reads format {FORMAT}")
+    fields = {"format", *Header.__dataclass_fields__}
+    need(not fields - document.keys(), ", ".join(sorted(fields - document.keys())), "missing from the header")
+    need(not document.keys() - fields, ", ".join(sorted(document.keys() - fields)), f"not a field of format {FORMAT}")
+    for name in ("name", "version", "architecture"):
+        need(isinstance(document[name], str) and document[name] != "", name, "must be a text that is not empty")
+    labels = document["labels"]
+    need(isinstance(labels, list) and all(isinstance(label, str) and label for label in labels), "labels", "must be a list of texts")
+    need(len(labels) >= 2, "labels", f"a classifier needs at least two labels, there is {len(labels)}")
+    twice = sorted({label for label in labels if labels.count(label) > 1}) if len(set(labels)) < len(labels) else []
+    need(not twice, "labels", f"each label must be there once; more than once: {', '.join(map(repr, twice[:5]))}")
+    temperature = document["temperature"]
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    need(number and math.isfinite(temperature) and temperature > 0, "temperature", f"must be a positive number, not {temperature!r}")
+    for name in ("metrics", "origin", "preprocessing"):
+        need(isinstance(document[name], dict), name, "must be a JSON object")
+    try:
+        preprocessing = Preprocessing.from_dict(document["preprocessing"])
+    except ValueError as error:
+        raise CheckpointError(path, "preprocessing", str(error)) from None
+    values = {name: document[name] for name in Header.__dataclass_fields__}
+    return Header(**{**values, "labels": tuple(labels), "preprocessing": preprocessing, "temperature": float(temperature)})
+
+
+def load(path: Path) -> Checkpoint:
+    """Read and check a whole checkpoint. Raises CheckpointError for anything that is not exactly as it must be."""
+    import safetensors.torch
+    import torch
+
+    from models import architectures
+
+    header = read_header(path)
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(path, "file", f"not a readable safetensors file ({error})") from None
+    crop, classes = header.preprocessing.crop, len(header.labels)
+    try:
+        model = architectures.build(header.architecture, num_classes=classes, image_size=crop)
+    except ValueError as error:
+        raise CheckpointError(path, "architecture", str(error)) from None
+
+    golden = {}
+    for name, dtype, shape in (
+        ("golden.pixels", torch.uint8, (GOLDEN_SAMPLES, crop, crop, 3)),
+        ("golden.logits", torch.float32, (GOLDEN_SAMPLES, classes)),
+    ):
+        tensor = tensors.pop(name, None)
+        if tensor is None:
+            raise CheckpointError(path, name, "missing")
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise CheckpointError(path, name, f"must be {dtype} {list(shape)}, is {tensor.dtype} {list(tensor.shape)}")
+        golden[name] = tensor
+    if not golden["golden.logits"].isfinite().all():
+        raise CheckpointError(path, "golden.logits", "not all numbers are finite")
+
+    strangers = sorted(name for name in tensors if not name.startswith("model."))
+    if strangers:
+        raise CheckpointError(path, strangers[0], "a tensor that is neither model.* nor golden.*")
+    state = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    _check_weights(state, model.state_dict(), header, path)
+    version = version_of(state, header.labels, header.preprocessing, header.temperature)
+    if version != header.version:
+        raise CheckpointError(path, "version", f"the header says {header.version}, the contents give {version}: the file was changed")
+    model.load_state_dict(state, assign=True)
+    model.requires_grad_(False)
+    return Checkpoint(header=header, model=model, golden_pixels=golden["golden.pixels"], golden_logits=golden["golden.logits"])
+
+
+def _check_weights(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], header: Header, path: Path) -> None:
+    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    for names, problem in ((missing, "missing"), (extra, f"not a weight of {header.architecture}")):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(path, f"model.{names[0]}", problem + more)
+    for name, tensor in expected.items():
+        if state[name].shape != tensor.shape:
+            found, wanted = list(state[name].shape), list(tensor.shape)
+            if found[1:] == wanted[1:] and wanted[:1] == [len(header.labels)]:
+                raise CheckpointError(path, "labels", f"{wanted[0]} labels, but the head model.{name} has {found[0]} rows")
+            raise CheckpointError(path, f"model.{name}", f"has shape {found}, {header.architecture} needs {wanted}")
+        if state[name].dtype != tensor.dtype:
+            raise CheckpointError(path, f"model.{name}", f"is {state[name].dtype}, must be {tensor.dtype}")
+
+
+def save(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint so that a crash at any moment leaves the old file or the new one, whole.
+
+    What was written is loaded back and compared before it takes the name. Raises CheckpointError or OSError.
+    """
+    import safetensors.torch
+    import torch
+
+    # Cloned: safetensors refuses weights that share memory, and channels_last ones that are not contiguous.
+    tensors = {
+        f"model.{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in checkpoint.model.state_dict().items()
+    }
+    tensors |= {"golden.pixels": checkpoint.golden_pixels.contiguous(), "golden.logits": checkpoint.golden_logits.contiguous()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        safetensors.torch.save_file(tensors, temporary, metadata={_KEY: json.dumps(checkpoint.header.to_dict())})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        load(temporary)
+        written = safetensors.torch.load_file(temporary)
+        for name, tensor in tensors.items():
+            if not torch.equal(written[name], tensor):
+                raise CheckpointError(path, name, "does not read back as it was written")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

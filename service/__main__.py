@@ -1,0 +1,32 @@
+"""python -m service"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def main(arguments: list[str]) -> int:
+    from service.settings import SettingsError, configure_logging, read, unknown_variables
+
+    try:
+        settings = read(arguments)
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    configure_logging(settings.log_format, settings.log_level)
+    for variable in unknown_variables():
+        logging.warning("%s in the environment is no setting; python -m service --help lists them", variable)
+
+    from models.checkpoint import CheckpointError
+    from service.server import SpyglassServer, StartError
+
+    try:
+        return SpyglassServer(settings).run()
+    except (CheckpointError, StartError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""The front door's half of the hand-over: a slot for each request, decoding into it, the worker's answer out of it.
+
+A job owns its slot from the first moment to the last and always runs to its end, so the slot is freed by the last who can
+touch it: after the decode thread has returned and the worker has answered. A request that gives up (deadline, client gone)
+only stops waiting for its job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from service.schemas import ApiError
+from service.slots import STOP, Failure, Memory, ProcessState, SlotState, WakePipe
+
+Pixels = npt.NDArray[np.uint8]
+
+_FAILURES = {
+    Failure.INTERNAL: ("internal", "the model failed on this batch; the server's log says why"),
+    Failure.EXPIRED: ("deadline_exceeded", "the deadline passed before a worker was free"),
+    Failure.WORKER_DIED: ("worker_failed", "the worker that had this image died; try again"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one image."""
+
+    probabilities: npt.NDArray[np.float32]  # [C]
+    decode_s: float
+    queue_s: float
+    forward_s: float
+
+
+class ClientGone(Exception):
+    """The client closed the connection: there is nobody to answer."""
+
+
+class _Job:
+    def __init__(self, slot: int, fill: Callable[[Pixels], None], deadline: float) -> None:
+        self.slot, self.fill, self.deadline = slot, fill, deadline
+        self.begun = time.monotonic()
+        self.given_up = False
+        self.decode_s = 0.0
+
+
+class FrontDoor:
+    """Slots of one HTTP process. Lives on that process's event loop; only `fill` runs elsewhere, in decode threads."""
+
+    def __init__(self, memory: Memory, index: int, worker_pipes: list[WakePipe], pipe: WakePipe, decode_threads: int) -> None:
+        self.memory, self.index, self.worker_pipes, self.pipe = memory, index, worker_pipes, pipe
+        self.free = deque(memory.layout.slots_of(index))
+        self._waiters: deque[asyncio.Future[int]] = deque()
+        self._answered: dict[int, asyncio.Future[None]] = {}
+        self._jobs: set[asyncio.Task[Answer]] = set()  # the event loop itself holds tasks only weakly
+        self._decoders = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode")
+
+    def start(self, on_stop: Callable[[], None]) -> None:
+        """Begin to listen to workers, and to the parent, whose word to stop calls `on_stop`."""
+        self._loop, self._on_stop = asyncio.get_running_loop(), on_stop
+        self._loop.add_reader(self.pipe.reader, self._wake)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self.pipe.reader)
+        self._decoders.shutdown(wait=False, cancel_futures=True)
+
+    async def classify(self, fill: Callable[[Pixels], None], deadline: float, gone: asyncio.Future[Any]) -> Answer:
+        """Decode an image with `fill`, which writes uint8 `[crop, crop, 3]`, and classify it.
+
+        Gives up at `deadline` (monotonic seconds) or when `gone` is done. Raises what `fill` raises, ClientGone, and ApiError:
+        overloaded when no slot frees in time, deadline_exceeded, worker_failed, internal.
+        """
+        job = _Job(await self._acquire(deadline, gone), fill, deadline)
+        task = self._loop.create_task(self._run(job))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+        try:
+            await asyncio.wait((task, gone), timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                raise ClientGone
+            raise ApiError("deadline_exceeded", "the deadline passed; allow more time or send fewer requests at once")
+        finally:
+            if not task.done():
+                job.given_up = True
+                self.memory.deadline[job.slot] = 0  # a worker that has not taken it need not
+                task.add_done_callback(_look)
+
+    async def _acquire(self, deadline: float, gone: asyncio.Future[Any]) -> int:
+        if self.free:
+            return self.free.popleft()
+        waiter: asyncio.Future[int] = self._loop.create_future()
+        self._waiters.append(waiter)
+        try:
+            await asyncio.wait((waiter, gone), timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if waiter.done() and (gone.done() or asyncio.current_task().cancelling()):  # type: ignore[union-attr]
+                self._release(waiter.result())  # it came at the very moment of giving up
+            elif not waiter.done():
+                waiter.cancel()
+        if gone.done():
+            raise ClientGone
+        if waiter.cancelled():
+            raise ApiError("overloaded", "every slot stayed busy until the deadline; try again later or slower")
+        return waiter.result()
+
+    def _release(self, slot: int) -> None:
+        self.memory.state[slot] = SlotState.FREE
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(slot)
+                return
+        self.free.append(slot)
+
+    async def _run(self, job: _Job) -> Answer:
+        memory, slot = self.memory, job.slot
+        memory.state[slot] = SlotState.FILLING
+        try:
+            await self._loop.run_in_executor(self._decoders, self._decode, job)
+            if job.given_up:
+                raise ApiError("deadline_exceeded", "given up while decoding")
+            answered = self._answered[slot] = self._loop.create_future()
+            self._hand_over(job)
+            await answered
+            if memory.state[slot] == SlotState.FAILED:
+                raise ApiError(*_FAILURES[Failure(int(memory.failure[slot]))])
+            taken_at, done_at = float(memory.taken_at[slot]), float(memory.done_at[slot])
+            return Answer(
+                probabilities=memory.results[slot, : memory.layout.classes].copy(),
+                decode_s=job.decode_s,
+                queue_s=taken_at - job.begun - job.decode_s,
+                forward_s=done_at - taken_at,
+            )
+        finally:
+            self._answered.pop(slot, None)
+            self._release(slot)
+
+    def _decode(self, job: _Job) -> None:
+        if job.given_up:
+            return
+        begun = time.monotonic()
+        job.fill(self.memory.pixels[job.slot])
+        job.decode_s = time.monotonic() - begun
+
+    def _hand_over(self, job: _Job) -> None:
+        memory, slot = self.memory, job.slot
+        worker = memory.least_busy_worker()
+        if worker is None:
+            raise ApiError("worker_failed", "no worker is ready; try again")
+        memory.worker[slot] = worker
+        memory.generation[slot] = memory.workers["generation"][worker]
+        memory.attempt[slot] = 1
+        memory.deadline[slot] = job.deadline
+        memory.waiting_since[slot] = time.monotonic()
+        memory.state[slot] = SlotState.WAITING
+        if not self.worker_pipes[worker].send([slot]):
+            raise ApiError("worker_failed", "the worker has stopped reading; try again")
+
+    def _wake(self) -> None:
+        for number in self.pipe.receive():
+            if number == STOP:
+                self._on_stop()
+            elif number in self._answered and not self._answered[number].done():
+                self._answered[number].set_result(None)
+
+    def not_ready(self, silence_s: float) -> tuple[str, str] | None:
+        """Why this server should get no requests now, as an error code and a message; None when it should."""
+        if self.memory.server["draining"][0]:
+            return "draining", "the server is stopping"
+        now = time.monotonic()
+        for index, row in enumerate(self.memory.workers):
+            if row["state"] != ProcessState.READY:
+                return "worker_failed", f"worker {index} on {row['device'].decode()} is {ProcessState(int(row['state'])).name.lower()}"
+            if now - row["beat"] > silence_s:
+                return "worker_failed", f"worker {index} on {row['device'].decode()} has been silent for {now - row['beat']:.0f} s"
+        return None
+
+
+def _look(task: asyncio.Task[Answer]) -> None:
+    """Nobody waits for this job any more: take note of its exception, so that asyncio does not report it as forgotten."""
+    if not task.cancelled():
+        task.exception()

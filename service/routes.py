@@ -1,0 +1,352 @@
+"""The HTTP routes of our own API, and the envelope around every request: its id, its log line, its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from models.checkpoint import Header
+from models.images import ImageError
+from service.bodies import image_bytes
+from service.frontdoor import ClientGone, FrontDoor, Pixels
+from service.schemas import (
+    ApiError,
+    ErrorBody,
+    ErrorDetail,
+    Health,
+    Info,
+    Model,
+    ModelInfo,
+    Prediction,
+    PredictRequest,
+    PredictResponse,
+    Timing,
+    WorkerInfo,
+)
+from service.settings import Settings
+from service.slots import ProcessState
+
+log = logging.getLogger("service.access")
+
+_DISCARD_BYTES, _DISCARD_S = 64_000_000, 2.0  # of a body that nobody wants, before the answer
+_RETRY_AFTER_S = 1
+
+
+class Service:
+    """What the routes need, one in each front-door process."""
+
+    def __init__(self, settings: Settings, header: Header, front_door: FrontDoor) -> None:
+        self.settings, self.header, self.front_door = settings, header, front_door
+        self.model = Model(name=header.name, version=header.version)
+        self.keys = [key.encode() for key in settings.keys]
+        self.body_limit = int(settings.max_body_mb * 1e6)
+        self.inflight_limit = max(self.body_limit, int(settings.max_inflight_mb * 1e6) // front_door.memory.layout.doors)
+        self.inflight = 0  # bytes of request bodies in this process
+        self.versions = {name: version(name) for name in ("spyglass", "litserve", "torch", "torchvision", "pillow")}
+
+    async def read_body(self, request: Request, deadline: float) -> bytes:
+        """The whole body, never more than the limits. The caller takes its length off `inflight` when done with it."""
+        too_large = ApiError("body_too_large", f"the body is over {self.settings.max_body_mb:g} MB; send a smaller image (max_body_mb)")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self.body_limit:
+            raise too_large
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                while True:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    chunk = message.get("body", b"")
+                    size += len(chunk)
+                    self.inflight += len(chunk)
+                    chunks.append(chunk)
+                    if size > self.body_limit:
+                        raise too_large
+                    if self.inflight > self.inflight_limit:
+                        raise ApiError("overloaded", "too many bytes of requests in flight (max_inflight_mb); try again later or slower")
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except BaseException as error:
+            self.inflight -= size
+            if isinstance(error, TimeoutError):
+                raise ApiError("deadline_exceeded", "the deadline passed before the whole body had arrived") from None
+            raise
+
+    def fill(self, body: bytes, content_type: str, pixels: Pixels) -> None:
+        """Decode a request body into a slot. Runs in a decode thread."""
+        max_pixels = int(self.settings.max_megapixels * 1e6)
+        pixels[:] = self.header.preprocessing.read(image_bytes(body, content_type), max_pixels=max_pixels)
+
+    def deadline(self, request: Request, arrived: float) -> float:
+        """When the answer must be out, in monotonic seconds: after timeout_s, or the client's shorter x-timeout-ms."""
+        timeout = self.settings.timeout_s
+        asked = request.headers.get("x-timeout-ms")
+        if asked is not None:
+            if not asked.isdecimal() or int(asked) == 0:
+                raise ApiError("bad_request", f"x-timeout-ms: {asked!r} must be a whole number of milliseconds from 1")
+            timeout = min(timeout, int(asked) / 1000)
+        return arrived + timeout
+
+    def predictions(self, probabilities: np.ndarray[Any, np.dtype[np.float32]], top_k: int) -> list[Prediction]:
+        """The `top_k` most probable labels, at most all; of equals the lower index first."""
+        count = min(top_k, len(probabilities))
+        best = np.argpartition(-probabilities, count - 1)[:count]
+        best = best[np.lexsort((best, -probabilities[best]))]
+        labels = self.header.labels
+        return [Prediction(label=labels[index], index=index, probability=float(probabilities[index])) for index in best.tolist()]
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _require_key(
+    service: Annotated[Service, Depends(_service)],
+    header: Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_error=False))],
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+) -> None:
+    if not service.keys:
+        return
+    given = (header or (bearer.credentials if bearer else "")).encode()
+    # Every key is compared, each in constant time: the answer's delay says nothing about them.
+    if not any([hmac.compare_digest(given, key) for key in service.keys]):
+        raise ApiError("unauthorized", "send a valid key as `X-API-Key: KEY` or `Authorization: Bearer KEY`")
+
+
+API_VERSION = "1.0"
+
+router = APIRouter()
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in (
+        (400, "malformed request: `bad_request`"),
+        (401, "`unauthorized`"),
+        (413, "`body_too_large`, `image_too_large`"),
+        (415, "`not_an_image`, `unsupported_format`"),
+        (422, "an image that does not decode to the end: `image_corrupt`"),
+        (500, "`internal`"),
+        (503, "`overloaded`, `draining`, `worker_failed`; with `Retry-After`"),
+        (504, "`deadline_exceeded`"),
+    )
+}
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_PREDICT_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "one image: JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF",
+        "content": {
+            "multipart/form-data": {"schema": {"type": "object", "properties": {"image": {"type": "string", "format": "binary"}}}},
+            "application/json": {"schema": PredictRequest.model_json_schema()},
+            "image/*": _BINARY,
+            "application/octet-stream": _BINARY,
+        },
+    }
+}
+
+
+@router.post(
+    "/predict",
+    response_model=PredictResponse,
+    responses=_ERRORS,
+    openapi_extra=_PREDICT_BODY,
+    dependencies=[Depends(_require_key)],
+    summary="Classify one image",
+)
+async def predict(
+    request: Request,
+    service: Annotated[Service, Depends(_service)],
+    top_k: Annotated[int | None, Query(ge=1, description="how many labels to answer; more than there are gives all")] = None,
+) -> Response:
+    """The body is the image file itself, one file of a multipart form under any name, or JSON `{"image": "<base64>"}`."""
+    arrived: float = request.scope["state"]["arrived"]
+    deadline = service.deadline(request, arrived)
+    body = await service.read_body(request, deadline)
+    gone = asyncio.ensure_future(request.receive())  # the body has been read: what comes now is the disconnect
+    try:
+        fill = partial(service.fill, body, request.headers.get("content-type", ""))
+        answer = await service.front_door.classify(fill, deadline, gone)
+    finally:
+        gone.cancel()
+        service.inflight -= len(body)
+    response = PredictResponse(
+        model=service.model,
+        predictions=service.predictions(answer.probabilities, top_k or service.settings.top_k),
+        request_id=request.scope["state"]["request_id"],
+        timing_ms=Timing(
+            decode=round(answer.decode_s * 1e3, 3),
+            queue=round(answer.queue_s * 1e3, 3),
+            forward=round(answer.forward_s * 1e3, 3),
+            total=round((time.monotonic() - arrived) * 1e3, 3),
+        ),
+    )
+    return Response(response.model_dump_json(), media_type="application/json")
+
+
+@router.get("/livez", response_model=Health, summary="Whether the processes run")
+async def livez(service: Annotated[Service, Depends(_service)]) -> Health:
+    if (service.front_door.memory.workers["state"] == ProcessState.DEAD).any():
+        raise ApiError("worker_failed", "a worker process died")
+    return Health(status="alive")
+
+
+@router.get("/readyz", response_model=Health, responses={503: _ERRORS[503]}, summary="Whether every device classifies images")
+@router.get("/health", response_model=Health, responses={503: _ERRORS[503]}, summary="The same as /readyz")
+async def readyz(service: Annotated[Service, Depends(_service)]) -> Health:
+    problem = service.front_door.not_ready(service.settings.worker_timeout_s)
+    if problem:
+        raise ApiError(*problem)
+    return Health(status="ready")
+
+
+@router.get(
+    "/info", response_model=Info, dependencies=[Depends(_require_key)], responses={401: _ERRORS[401]}, summary="What is served, and how"
+)
+async def info(service: Annotated[Service, Depends(_service)]) -> Info:
+    header, settings, memory = service.header, service.settings, service.front_door.memory
+    workers = [
+        WorkerInfo(
+            state=ProcessState(int(row["state"])).name.lower(),
+            **{name: row[name].item() for name in ("pid", "generation", "batches", "images")},
+            **{name: row[name].decode(errors="replace") for name in ("device", "precision", "why", "transfer")},
+        )
+        for row in memory.workers
+    ]
+    limits = ("max_body_mb", "max_inflight_mb", "max_megapixels", "timeout_s", "max_batch_size", "batch_wait_ms")
+    return Info(
+        model=ModelInfo(
+            **service.model.model_dump(),
+            architecture=header.architecture,
+            labels=len(header.labels),
+            preprocessing=header.preprocessing.to_dict(),
+        ),
+        workers=workers,
+        limits={name: getattr(settings, name) for name in limits} | {"slots": memory.layout.slots},
+        versions=service.versions,
+    )
+
+
+class Envelope:
+    """Around every request: an id, one log line, errors in one form, and no answer cut off because of an unread body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        arrived = time.monotonic()
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id", b""))
+        scope.setdefault("state", {}).update(arrived=arrived, request_id=request_id)
+        status = 0
+        asked_for_body = body_read = False
+
+        async def receive_noting() -> Message:
+            nonlocal asked_for_body, body_read
+            asked_for_body = True
+            message = await receive()
+            body_read = body_read or not message.get("more_body", False)
+            return message
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+                if has_body and not body_read and not await discard():
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        async def discard() -> bool:
+            """Read on after an early answer: a client that is still sending would see its connection reset, not the answer."""
+            if b"expect" in headers and not asked_for_body:
+                return False  # the client waits for permission to send: not giving it is the kindest
+            left = _DISCARD_BYTES
+            try:
+                async with asyncio.timeout(_DISCARD_S):
+                    while left > 0 and not body_read:
+                        left -= len((await receive_noting()).get("body", b""))
+            except TimeoutError:
+                pass
+            return body_read
+
+        try:
+            await self.app(scope, receive_noting, send_noting)
+        except ClientGone:
+            status = 499
+        except Exception:
+            log.exception("unexpected error, request %s", request_id)
+            if not status:
+                await _error_response("internal", "something went wrong here; the server's log says what", request_id)(
+                    scope, receive, send_noting
+                )
+        finally:
+            log.info("%s %s %s %.1f ms %s", scope["method"], scope["path"], status, (time.monotonic() - arrived) * 1e3, request_id)
+
+
+def _request_id(given: bytes) -> str:
+    text = given.decode("latin-1")
+    return text if 0 < len(text) <= 128 and text.isascii() and text.isprintable() else uuid.uuid4().hex
+
+
+def _error_response(code: str, message: str, request_id: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    error = ApiError(code, message)
+    headers = dict(headers or {})
+    if error.status == 503:
+        headers["retry-after"] = str(_RETRY_AFTER_S)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    body = ErrorBody(error=ErrorDetail(code=code, message=message, request_id=request_id))
+    return JSONResponse(body.model_dump(), error.status, headers)
+
+
+def _answer_error(request: Request, error: Exception) -> Response:
+    """The one place where exceptions become HTTP."""
+    request_id = request.scope["state"]["request_id"]
+    if isinstance(error, ApiError):
+        return _error_response(error.code, error.message, request_id)
+    if isinstance(error, ImageError):
+        return _error_response(error.code, str(error), request_id)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        return _error_response("bad_request", f"{first['loc'][-1]}: {first['msg']}, not {first.get('input')!r}", request_id)
+    assert isinstance(error, HTTPException)
+    path = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return _error_response("not_found", f"{path}: no such route; /docs lists them", request_id)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("allow", (error.headers or {}).get("Allow", ""))
+        return _error_response("method_not_allowed", f"{path}: allowed is {allowed}", request_id, {"allow": allowed})
+    return _error_response("bad_request", str(error.detail), request_id)
+
+
+def assemble(app: FastAPI, settings: Settings) -> None:
+    """Put routes, error handling and middleware on LitServe's place for the app."""
+    app.include_router(router)
+    handler: Callable[[Request, Exception], Response] = _answer_error
+    for kind in (ApiError, ImageError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, handler)
+    app.add_middleware(Envelope)
+    if settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])

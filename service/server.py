@@ -1,0 +1,326 @@
+"""The LitServer: makes the memory, starts workers and front doors, watches them all, drains, stops."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import litserve
+import uvicorn
+from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
+
+from models import checkpoint
+from service import routes
+from service.frontdoor import FrontDoor
+from service.loop import ClassifierAPI, WorkerOptions, follow_parent, run_worker
+from service.settings import Settings, available_cpus, configure_logging
+from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState, WakePipe
+
+log = logging.getLogger(__name__)
+
+START_LIMIT_S = 600.0  # a large model on a slow disk takes its time; a worker that hangs must not hang the start for ever
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+
+_FIND_GPUS = """
+import json, os, torch
+try:
+    torch.cuda.init()
+    for index in range(torch.cuda.device_count()):
+        torch.zeros(1, device=f"cuda:{index}")
+    answer = {"count": torch.cuda.device_count()}
+except Exception as error:
+    answer = {"count": 0, "reason": str(error).splitlines()[0]}
+answer["torch"] = f"torch {torch.__version__}, CUDA toolkit {torch.version.cuda}"
+answer["visible"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+print(json.dumps(answer))
+"""
+
+
+class StartError(RuntimeError):
+    """The server can't start. The message says why, in one line."""
+
+
+def find_devices(wanted: str) -> list[str]:
+    """The devices to serve on: `auto`, `cpu`, `cuda` or `cuda:0,2` -> ["cpu"] or ["cuda:0", "cuda:2"]. Raises StartError.
+
+    A short-lived child asks torch: the parent must never open a CUDA context, nor pay for torch.
+    """
+    if wanted == "cpu":
+        return ["cpu"]
+    if wanted == "auto" and not any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/nvmap", "/dev/dxg")):
+        log.info("no NVIDIA device on this machine: serving on the CPU")
+        return ["cpu"]
+    asked = subprocess.run([sys.executable, "-c", _FIND_GPUS], capture_output=True, text=True, check=False, timeout=START_LIMIT_S)
+    try:
+        found = json.loads(asked.stdout)
+    except ValueError:
+        found = {"count": 0, "reason": f"asking torch failed: {asked.stderr.strip()[-300:]}", "torch": "torch", "visible": "all"}
+    count = found["count"]
+    facts = f"{found['torch']}, CUDA_VISIBLE_DEVICES: {found['visible']}"
+    if count == 0:
+        reason = f"no usable GPU: {found.get('reason', 'torch sees none')} ({facts})"
+        if wanted == "auto":
+            log.warning("%s: serving on the CPU", reason)
+            return ["cpu"]
+        raise StartError(f"device: {wanted} is not possible: {reason}")
+    indices = [int(index) for index in wanted.partition(":")[2].split(",") if index] or list(range(count))
+    missing = [index for index in indices if index >= count]
+    if missing:
+        raise StartError(f"device: {wanted} is not possible: there is no cuda:{missing[0]}, the usable ones are 0 to {count - 1} ({facts})")
+    return [f"cuda:{index}" for index in dict.fromkeys(indices)]
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, stopped by the parent's word only."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carries no types
+    """LitServe with processes, hand-over and routes of our own; LitServe's manager, queues and monitor stay off."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read what is needed to know that serving is possible. Raises CheckpointError and StartError."""
+        self.settings = settings
+        self.header = checkpoint.read_header(settings.checkpoint)
+        device_names = find_devices(settings.device)
+        cuda = device_names != ["cpu"]
+        self.places = [device for _ in range(settings.workers_per_device) for device in device_names]
+
+        cpus = available_cpus()
+        doors = int(settings.api_servers) if settings.api_servers != "auto" else max(1, cpus // 4)
+        self.decode_threads = int(settings.decode_threads) if settings.decode_threads != "auto" else max(1, cpus // doors)
+        in_flight = int(settings.slots) if settings.slots != "auto" else max(128, 4 * settings.max_batch_size * len(self.places))
+        self.layout = Layout(
+            slots=-(-max(in_flight, doors) // doors) * doors,
+            crop=self.header.preprocessing.crop,
+            classes=len(self.header.labels),
+            workers=len(self.places),
+            doors=doors,
+        )
+        self.memory = Memory(self.layout)
+        self.worker_pipes = [WakePipe() for _ in self.places]
+        self.door_pipes = [WakePipe() for _ in range(doors)]
+        self.parent_pipe = WakePipe()
+        options = WorkerOptions(
+            memory=self.memory,
+            pipes=self.worker_pipes,
+            door_pipes=self.door_pipes,
+            parent_pipe=self.parent_pipe,
+            parent=os.getpid(),
+            checkpoint=settings.checkpoint,
+            precision=settings.precision,
+            max_batch_size=settings.max_batch_size,
+            batch_wait_s=settings.batch_wait_ms / 1000,
+            threads=max(1, cpus // len(self.places)),
+            log_format=settings.log_format,
+            log_level=settings.log_level,
+        )
+        super().__init__(
+            ClassifierAPI(options),
+            accelerator="cuda" if cuda else "cpu",
+            devices=[int(name.partition(":")[2]) for name in device_names] if cuda else 1,
+            workers_per_device=settings.workers_per_device,
+            timeout=False,
+        )
+        # In LitServe's place: its app comes with routes before the key, gzip, and documentation from a foreign host.
+        self.app = FastAPIOffline(title="Spyglass", version=routes.API_VERSION, redoc_url=None, lifespan=self.lifespan)
+        routes.assemble(self.app, settings)
+        self.workers: list[BaseProcess] = []
+        self.doors: list[BaseProcess] = []
+
+    def register_endpoints(self) -> None:
+        """LitServe would put /predict, /, /health and /info here; ours are in routes.py."""
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """The life of one front door's event loop."""
+        self.front_door.start(self._stop_uvicorn)
+        self.memory.doors["state"][self.front_door.index] = ProcessState.READY
+        self.parent_pipe.send([self.front_door.index])
+        yield
+        self.front_door.close()
+
+    def _stop_uvicorn(self) -> None:
+        self.uvicorn.should_exit = True
+
+    def run(self) -> int:
+        """Serve until a signal says stop or a process dies. Returns the exit code. Raises StartError."""
+        wake_reader, wake_writer = os.pipe()
+        os.set_blocking(wake_writer, False)
+        signal.set_wakeup_fd(wake_writer)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)  # the number arrives in the pipe
+        self.signal_pipe = wake_reader
+
+        # Bound before the model loads, so that a busy port is known at once; heard only once the front doors listen.
+        with self._bind() as listener:
+            try:
+                self._start_workers()
+                if not self._wait(lambda: bool((self.memory.workers["state"] == ProcessState.READY).all())):
+                    return 0
+                self._start_doors(listener)
+                if not self._wait(lambda: bool((self.memory.doors["state"] == ProcessState.READY).all())):
+                    return 0
+                self._greet(listener)
+                listener.close()
+                return self._watch()
+            finally:
+                self._end_all()
+
+    def _bind(self) -> socket.socket:
+        host, port = self.settings.host, self.settings.port
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError as error:
+            raise StartError(f"port: can't listen on {host} port {port}: {error.strerror}") from None
+        return listener
+
+    def _start_workers(self) -> None:
+        # For the spawned workers only. OpenMP teams that wait by spinning take the cores from decoding; and glibc, unless told
+        # to keep large blocks, gives every activation back to the kernel, which zeroes it anew: half of a light model's time.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")
+        os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 34))
+        os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 28))
+        context = multiprocessing.get_context("spawn")
+        # Blocked until each child ignores them: a Ctrl-C in a terminal reaches the whole process group.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            for index, device in enumerate(self.places):
+                self.memory.workers["generation"][index] = 1
+                process = context.Process(target=run_worker, args=(self.lit_api, index, device), name=f"worker-{index}")
+                process.start()
+                self.workers.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def _start_doors(self, listener: socket.socket) -> None:
+        context = multiprocessing.get_context("fork")
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            for index in range(self.layout.doors):
+                process = context.Process(target=self._run_door, args=(index, listener, os.getpid()), name=f"door-{index}")
+                process.start()
+                self.doors.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def _run_door(self, index: int, listener: socket.socket, parent: int) -> None:
+        """The whole life of a front-door process."""
+        follow_parent(parent)
+        configure_logging(self.settings.log_format, self.settings.log_level)
+        self.memory.doors["pid"][index] = os.getpid()
+        self.front_door = FrontDoor(self.memory, index, self.worker_pipes, self.door_pipes[index], self.decode_threads)
+        self.app.state.service = routes.Service(self.settings, self.header, self.front_door)
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(self.settings.drain_s),
+            ssl_certfile=self.settings.ssl_certfile,
+            ssl_keyfile=self.settings.ssl_keyfile,
+        )
+        self.uvicorn = _Uvicorn(config)
+        self.uvicorn.run(sockets=[listener])
+
+    def _wait(self, done: Callable[[], bool]) -> bool:
+        """Wait until all are ready. False when a signal came first. Raises StartError when one died or time ran out."""
+        limit = time.monotonic() + START_LIMIT_S
+        while not done():
+            processes = [*self.workers, *self.doors]
+            wait([self.signal_pipe, self.parent_pipe.reader, *(process.sentinel for process in processes)], limit - time.monotonic())
+            self.parent_pipe.receive()
+            for process in processes:
+                if process.exitcode is not None:
+                    raise StartError(f"{process.name} died before it was ready: {self._reason(process)}")
+            if wait([self.signal_pipe], 0):
+                return False
+            if time.monotonic() > limit:
+                raise StartError(f"not ready after {START_LIMIT_S:.0f} s")
+        return True
+
+    def _reason(self, process: BaseProcess) -> str:
+        if process in self.workers:
+            reason = self.memory.workers["reason"][self.workers.index(process)].decode(errors="replace")
+            if reason:
+                return str(reason)
+        code = process.exitcode or 0
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _greet(self, listener: socket.socket) -> None:
+        scheme = "https" if self.settings.ssl_certfile else "http"
+        host = "localhost" if self.settings.host in ("0.0.0.0", "::", "127.0.0.1") else self.settings.host
+        url = f"{scheme}://{host}:{listener.getsockname()[1]}"
+        for row in self.memory.workers:
+            log.info("%s: %s", row["device"].decode(), row["why"].decode(errors="replace"))
+        workers = f"{len(self.places)} worker{'s' if len(self.places) > 1 else ''} on {', '.join(dict.fromkeys(self.places))}"
+        log.info("serving %s (version %s), %s, at %s", self.header.name, self.header.version, workers, url)
+        example = Path("examples/cat.jpg")
+        log.info("try: curl --data-binary @%s %s/predict", example if example.exists() else "photograph.jpg", url)
+
+    def _watch(self) -> int:
+        """Wait for a signal (0) or for the death of a process (1)."""
+        while True:
+            processes = [*self.workers, *self.doors]
+            wait([self.signal_pipe, *(process.sentinel for process in processes)])
+            dead = [process for process in processes if process.exitcode is not None]
+            for process in dead:
+                log.error("%s died (%s): the server stops", process.name, self._reason(process))
+            if dead:
+                return 1
+            if wait([self.signal_pipe], 0):
+                log.info("stopping: %s", signal.Signals(os.read(self.signal_pipe, 1)[0]).name)
+                return 0
+
+    def _fail_slots_of_dead_workers(self) -> None:
+        for index, process in enumerate(self.workers):
+            if process.exitcode is not None:
+                self.memory.workers["state"][index] = ProcessState.DEAD
+                state = self.memory.state
+                lost = [
+                    slot
+                    for slot in range(self.layout.slots)
+                    if self.memory.worker[slot] == index and state[slot] in (SlotState.WAITING, SlotState.TAKEN)
+                ]
+                self.memory.failure[lost] = Failure.WORKER_DIED
+                state[lost] = SlotState.FAILED
+                for slot in lost:
+                    self.door_pipes[self.layout.owner(slot)].send([slot])
+
+    def _end_all(self) -> None:
+        """Front doors first, which answer what they accepted; then the workers, whom nobody needs any more."""
+        self.memory.server["draining"][0] = 1
+        self._fail_slots_of_dead_workers()
+        for pipes, processes, limit in ((self.door_pipes, self.doors, self.settings.drain_s + 2), (self.worker_pipes, self.workers, 2.0)):
+            for pipe in pipes:
+                pipe.send([STOP])
+            end = time.monotonic() + limit
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+                if process.exitcode is None:
+                    log.warning("%s did not end in time and is killed", process.name)
+                    process.kill()
+                    process.join()

@@ -1,0 +1,163 @@
+"""Settings: the environment and the command line, read here and nowhere else. Command line > environment > default."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "SPYGLASS_"
+
+
+class SettingsError(ValueError):
+    """A setting that stops the start: one line with its name, its value and what is allowed."""
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+(,\d+)*", value):
+        raise ValueError("allowed are auto, cpu, cuda, cuda:0 and cuda:0,2")
+    return value
+
+
+def _auto_or_positive(value: str) -> str:
+    if value != "auto" and not (value.isdecimal() and int(value) >= 1):
+        raise ValueError("allowed are auto and whole numbers from 1")
+    return value
+
+
+AutoOrPositive = Annotated[str, AfterValidator(_auto_or_positive)]
+
+
+class Settings(BaseSettings):
+    """What an operator can set. `max_batch_size` is SPYGLASS_MAX_BATCH_SIZE in the environment, --max-batch-size as an argument."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, cli_kebab_case=True, cli_prog_name="python -m service", frozen=True, extra="forbid"
+    )
+
+    checkpoint: Path = Field(Path("checkpoints/efficientnet_lite0.safetensors"), description="the checkpoint file to serve")
+    host: str = Field("0.0.0.0", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    device: Annotated[str, AfterValidator(_device)] = Field("auto", description="auto, cpu, cuda, or some GPUs: cuda:0,2")
+    workers_per_device: int = Field(1, ge=1, le=64, description="inference workers, each with its own copy of the model")
+    precision: Literal["auto", "fp16", "bf16", "fp32"] = Field("auto", description="auto takes the fastest that the golden samples allow")
+    max_batch_size: int = Field(32, ge=1, le=1024, description="images that one forward takes at most")
+    batch_wait_ms: float = Field(0, ge=0, le=1000, description="how long a batch that is not full waits, from its first image on")
+    slots: AutoOrPositive = Field("auto", description="images in flight at most")
+    decode_threads: AutoOrPositive = Field("auto", description="threads that decode images, in each front door")
+    api_servers: AutoOrPositive = Field("auto", description="front doors: processes that speak HTTP")
+    timeout_s: float = Field(10, gt=0, le=3600, description="deadline of a request, counted from its arrival, queue included")
+    worker_timeout_s: float = Field(20, gt=0, le=3600, description="a worker silent for longer is not ready")
+    drain_s: float = Field(20, ge=0, le=3600, description="how long a stop waits for requests in flight")
+    max_body_mb: float = Field(20, gt=0, le=4096, description="largest request body, in MB of 1,000,000 bytes")
+    max_inflight_mb: float = Field(256, gt=0, description="request bodies held in memory at once, in MB; at least max_body_mb")
+    max_megapixels: float = Field(100, gt=0, le=10_000, description="largest image, read from its header before decoding")
+    top_k: int = Field(5, ge=1, description="predictions in an answer when the request doesn't say")
+    api_keys: SecretStr = Field(SecretStr(""), description="accepted keys, comma-separated; empty: open to everyone")
+    cors_origins: str = Field("", description="origins whose pages may call, comma-separated, or *; empty: none")
+    ssl_certfile: Path | None = Field(None, description="TLS certificate chain (PEM); with ssl_keyfile")
+    ssl_keyfile: Path | None = Field(None, description="TLS private key (PEM)")
+    log_format: Literal["text", "json"] = Field("text", description="text for people, json for machines")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least important message that is logged")
+
+    @model_validator(mode="after")
+    def _together(self) -> Settings:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile: give both or neither")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            file: Path | None = getattr(self, name)
+            if file is not None and not os.access(file, os.R_OK):
+                raise ValueError(f"{name}: {file} is not a readable file")
+        if self.max_inflight_mb < self.max_body_mb:
+            raise ValueError(f"max_inflight_mb: {self.max_inflight_mb} is less than max_body_mb {self.max_body_mb}")
+        return self
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return _split(self.api_keys.get_secret_value())
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return _split(self.cors_origins)
+
+
+def _split(value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def read(arguments: list[str]) -> Settings:
+    """Settings from the command line and the environment. Raises SettingsError; `--help` and unknown arguments exit."""
+    try:
+        return Settings(_cli_parse_args=arguments)  # type: ignore[call-arg]  # an option of BaseSettings' constructor
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise SettingsError(message) from None
+        name = str(first["loc"][0])
+        raise SettingsError(f"{name}: {first['input']!r} is not allowed: {message}") from None
+
+
+def unknown_variables() -> list[str]:
+    """Variables of the environment that look like settings and are none, each with the closest setting."""
+    names = {f"{PREFIX}{name}".upper() for name in Settings.model_fields}
+    found = []
+    for variable in sorted(os.environ):
+        # Kubernetes adds SPYGLASS_SERVICE_HOST, SPYGLASS_PORT_8000_TCP and so on beside a Service named spyglass.
+        if variable.startswith(PREFIX) and variable not in names and not re.match(rf"{PREFIX}(SERVICE|PORT)_", variable):
+            close = difflib.get_close_matches(variable, names, n=1)
+            found.append(variable + (f" (did you mean {close[0]}?)" if close else ""))
+    return found
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity, less where the container's quota is smaller (cgroup v2 and v1)."""
+    cpus = len(os.sched_getaffinity(0))
+    for quota_file, period_file in (
+        ("/sys/fs/cgroup/cpu.max", None),
+        ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+    ):
+        try:
+            words = Path(quota_file).read_text().split()
+            period = Path(period_file).read_text() if period_file else words[1]
+        except (OSError, IndexError):
+            continue
+        if words[0] not in ("max", "-1"):
+            cpus = min(cpus, max(1, round(int(words[0]) / int(period))))
+    return cpus
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": record.processName,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure_logging(log_format: str, log_level: str) -> None:
+    """Send all logging of this process to stderr, each message one line in one format; also LitServe's and uvicorn's."""
+    handler = logging.StreamHandler()
+    if log_format == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(processName)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
+    for name in ("litserve", "uvicorn", "uvicorn.error", "uvicorn.access"):  # their own handlers would print a second time
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
+    for name in ("uvicorn", "uvicorn.error"):  # "Started server process" and so on: the parent says it better, once
+        logging.getLogger(name).setLevel(logging.WARNING)

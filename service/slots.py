@@ -1,0 +1,195 @@
+"""Memory shared by all processes of the server: slots, results, the tables that say who owns what, and the pipes that wake.
+
+The tables are the truth; pipes only wake. A slot belongs to one front door for life. Its state goes round:
+
+    front door:  FREE -> FILLING -> WAITING             -> FREE
+    worker:                         WAITING -> TAKEN -> DONE or FAILED
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+STOP = 0xFFFF_FFFF  # in a pipe: end, once what is in hand is done
+
+
+class SlotState(enum.IntEnum):
+    FREE = 0
+    FILLING = 1  # a decode thread writes its pixels
+    WAITING = 2  # handed to a worker
+    TAKEN = 3  # in that worker's batch
+    DONE = 4  # the result row is whole
+    FAILED = 5  # no result; `failure` says why
+
+
+class Failure(enum.IntEnum):
+    NONE = 0
+    INTERNAL = 1  # the forward raised
+    EXPIRED = 2  # the deadline passed, or the request gave up, before the worker took it
+    WORKER_DIED = 3
+
+
+class ProcessState(enum.IntEnum):
+    STARTING = 0
+    READY = 1
+    DEAD = 2
+
+
+_SLOT_ROW = np.dtype(
+    [
+        ("state", "u4"),
+        ("worker", "u4"),
+        ("generation", "u4"),  # of the worker that is meant, so that its replacement can't mistake the row for its own
+        ("attempt", "u4"),  # times this image was handed over
+        ("failure", "u4"),
+        ("model", "u4"),  # count of model swaps when it was classified
+        ("waiting_since", "f8"),  # all times: CLOCK_MONOTONIC, seconds, the same in every process
+        ("taken_at", "f8"),
+        ("done_at", "f8"),
+        ("deadline", "f8"),  # 0 once the request gave up
+    ],
+    align=True,
+)
+_WORKER_ROW = np.dtype(
+    [
+        ("pid", "i8"),
+        ("state", "u4"),
+        ("generation", "u4"),  # times this place was filled
+        ("beat", "f8"),
+        ("batches", "u8"),
+        ("images", "u8"),
+        ("device", "S32"),
+        ("precision", "S8"),
+        ("why", "S400"),  # of the precision
+        ("transfer", "S64"),
+        ("reason", "S1000"),  # of a death before it was ready
+    ],
+    align=True,
+)
+_DOOR_ROW = np.dtype([("pid", "i8"), ("state", "u4")], align=True)
+_SERVER_ROW = np.dtype([("draining", "u4")], align=True)
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many of everything the memory holds."""
+
+    slots: int
+    crop: int
+    classes: int
+    workers: int
+    doors: int
+
+    def __post_init__(self) -> None:
+        assert self.slots % self.doors == 0
+
+    def slots_of(self, door: int) -> range:
+        share = self.slots // self.doors
+        return range(door * share, (door + 1) * share)
+
+    def owner(self, slot: int) -> int:
+        return slot // (self.slots // self.doors)
+
+
+class Memory:
+    """One anonymous file, mapped by every process. Pickled to a spawned process it arrives as the same memory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._map(layout, os.memfd_create("spyglass"))
+
+    def _map(self, layout: Layout, descriptor: int) -> None:
+        self.layout, self.descriptor = layout, descriptor
+        parts: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+            "pixels": (np.dtype("u1"), (layout.slots, layout.crop, layout.crop, 3)),
+            "results": (np.dtype("f4"), (layout.slots, max(layout.classes, 1024))),
+            "slot_table": (_SLOT_ROW, (layout.slots,)),
+            "worker_table": (_WORKER_ROW, (layout.workers,)),
+            "door_table": (_DOOR_ROW, (layout.doors,)),
+            "server": (_SERVER_ROW, (1,)),
+        }
+        offsets, size = {}, 0
+        for name, (dtype, shape) in parts.items():
+            offsets[name] = size
+            size += -(-dtype.itemsize * int(np.prod(shape)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        self.buffer = mmap.mmap(descriptor, size)
+
+        def view(name: str) -> Array:
+            dtype, shape = parts[name]
+            return np.ndarray(shape, dtype, buffer=self.buffer, offset=offsets[name])
+
+        self.pixels: npt.NDArray[np.uint8] = view("pixels")  # [slots, crop, crop, 3]; at the start of the buffer
+        self.results: npt.NDArray[np.float32] = view("results")  # [slots, max(C, 1024)]: probabilities
+        slots, self.workers, self.doors, self.server = (view(name) for name in ("slot_table", "worker_table", "door_table", "server"))
+        # A column each: reading one field of one row through the record would be several times slower.
+        self.state, self.worker, self.generation = slots["state"], slots["worker"], slots["generation"]
+        self.attempt, self.failure, self.model = slots["attempt"], slots["failure"], slots["model"]
+        self.waiting_since, self.taken_at, self.done_at = slots["waiting_since"], slots["taken_at"], slots["done_at"]
+        self.deadline = slots["deadline"]
+
+    def __getstate__(self) -> tuple[Layout, Any]:
+        # Only a descriptor keeps the memory shared: a pickled numpy view would arrive as a private copy, without an error.
+        return self.layout, reduction.DupFd(self.descriptor)
+
+    def __setstate__(self, state: tuple[Layout, Any]) -> None:
+        layout, descriptor = state
+        self._map(layout, descriptor.detach())
+
+    def least_busy_worker(self) -> int | None:
+        """The ready worker with the least work in hand; of equals, the one that has classified least. None: none is ready."""
+        ready = np.flatnonzero(self.workers["state"] == ProcessState.READY)
+        if len(ready) < 2:
+            return int(ready[0]) if len(ready) else None
+        handed_over = (self.state == SlotState.WAITING) | (self.state == SlotState.TAKEN)
+        in_hand = np.bincount(self.worker[handed_over], minlength=self.layout.workers)
+        images = self.workers["images"]
+        return int(min(ready, key=lambda worker: (in_hand[worker], images[worker])))
+
+
+class WakePipe:
+    """Carries numbers of 4 bytes, many per read, from many processes to one. Neither end ever blocks."""
+
+    _LARGEST_WRITE = 1024  # numbers: PIPE_BUF bytes, so that writers never interleave
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return reduction.DupFd(self.reader), reduction.DupFd(self.writer)
+
+    def __setstate__(self, ends: tuple[Any, Any]) -> None:
+        self.reader, self.writer = (end.detach() for end in ends)
+
+    def send(self, numbers: Iterable[int]) -> bool:
+        """False when the pipe is full: its reader has long stopped reading."""
+        array = np.fromiter(numbers, dtype="u4")
+        try:
+            for start in range(0, len(array), self._LARGEST_WRITE):
+                os.write(self.writer, array[start : start + self._LARGEST_WRITE].tobytes())
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self) -> list[int]:
+        """All numbers that are there, which may be none."""
+        try:
+            return np.frombuffer(os.read(self.reader, 1 << 16), dtype="u4").tolist()  # type: ignore[no-any-return]
+        except BlockingIOError:
+            return []
