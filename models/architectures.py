@@ -32,7 +32,7 @@ def build(name: str, *, num_classes: int, image_size: int) -> nn.Module:
     try:
         model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"{name} can't be built for {image_size} x {image_size} pixels: {error}") from error
+        raise ValueError(f"{name} can't be built for {image_size} x {image_size} pixels: {' '.join(str(error).split())}") from error
     return model.eval()
 
 
@@ -46,7 +46,7 @@ def _build_timm(name: str, num_classes: int, image_size: int) -> nn.Module:
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **options)
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"timm:{name} can't be built for {image_size} x {image_size} pixels: {error}") from error
+        raise ValueError(f"timm:{name} can't be built for {image_size} x {image_size} pixels: {' '.join(str(error).split())}") from error
     return model.eval()
 
 

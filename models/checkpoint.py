@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +86,7 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(path, _KEY, "not in the safetensors header; `python -m models export` makes a checkpoint from plain weights")
     try:
         document = json.loads(metadata[_KEY])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(path, _KEY, f"not valid JSON ({error})") from None
     return _parse_header(document, path)
 
@@ -111,7 +111,7 @@ def _parse_header(document: Any, path: Path) -> Header:
     need(not twice, "labels", f"each label must be there once; more than once: {', '.join(map(repr, twice[:5]))}")
     temperature = document["temperature"]
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    need(number and math.isfinite(temperature) and temperature > 0, "temperature", f"must be a positive number, not {temperature!r}")
+    need(number and 0 < temperature <= sys.float_info.max, "temperature", f"must be a positive number, not {temperature!r}")
     for name in ("metrics", "origin", "preprocessing"):
         need(isinstance(document[name], dict), name, "must be a JSON object")
     try:
@@ -192,9 +192,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     import torch
 
     # Cloned: safetensors refuses weights that share memory, and channels_last ones that are not contiguous.
-    tensors = {
-        f"model.{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in checkpoint.model.state_dict().items()
-    }
+    tensors = {f"model.{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in checkpoint.model.state_dict().items()}
     tensors |= {"golden.pixels": checkpoint.golden_pixels.contiguous(), "golden.logits": checkpoint.golden_logits.contiguous()}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,7 +1,7 @@
 """Bytes of any image file -> an RGB image as a person would see it, or an ImageError that says what is wrong.
 
     bytes -> _sniff: which format -> its opener: limits from the header, metadata bombs dropped -> Pillow decodes
-          -> _flatten: tones, embedded colour profile, transparency -> orientation -> RGB
+          -> colour.flatten: tones, embedded colour profile, transparency -> orientation -> RGB
 
 Only what makes the picture reaches Pillow: of JPEG and PNG the metadata is read here and left out, since Pillow would parse all of
 it, warn about it, and refuse a good picture for a bad comment. Training and serving use this one function.
@@ -16,7 +16,6 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,28 +24,23 @@ from PIL import (
     BmpImagePlugin,
     GifImagePlugin,
     Image,
-    ImageCms,
     JpegImagePlugin,
     PngImagePlugin,
     TiffImagePlugin,
     WebPImagePlugin,
 )
 
+from models import colour
+
 FORMATS = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "AVIF")  # always; HEIC where pillow-heif is installed
 
-MAX_PROFILE_BYTES = 4 << 20  # larger ICC profiles are ignored
 MAX_BLOCKS = 100_000  # chunks of a PNG, blocks before a GIF's first frame, entries of a TIFF tag
 MAX_SCANS = 100  # of a progressive JPEG: each costs a pass over the whole picture, and ten are usual
 
+_T = Image.Transpose
 _TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+    2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE, 6: _T.ROTATE_270, 7: _T.TRANSVERSE, 8: _T.ROTATE_90,
+}  # fmt: skip
 
 _Check = Callable[[tuple[int, int]], None]
 _Info = dict[str | tuple[int, int], Any]
@@ -83,11 +77,12 @@ def decode(
         Image.MAX_IMAGE_PIXELS = None
         image = _OPENERS[name](data, check)
         check(image.size)
-        if name == "JPEG" and side:
-            _draft(image, side)
+        scale = next((scale for scale in (8, 4, 2) if name == "JPEG" and side and min(image.size) >= 2 * side * scale), 1)
+        if scale > 1:
+            image.draft(None, (image.width // scale, image.height // scale))
         image.load()
         turn = None if name == "TIFF" else _TURNS.get(_orientation(image.info.get("exif")))  # Pillow turns TIFFs itself
-        image = _flatten(image, background)
+        image = colour.flatten(image, background)
         image.info = {}  # what stood there no longer holds for these pixels: orientation, profile, transparency
         return image if turn is None else image.transpose(turn)
     except ImageError:
@@ -101,6 +96,10 @@ def decode(
 
 # Which format
 
+_OWN = {
+    "JPEG": (b"\xff\xd8\xff",), "PNG": (b"\x89PNG\r\n\x1a\n",), "GIF": (b"GIF87a", b"GIF89a"),
+    "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+}  # fmt: skip
 _FOREIGN: dict[str, tuple[bytes, ...]] = {  # what people send, too, by how it begins
     "PDF": (b"%PDF",), "PostScript": (b"%!PS", b"\xc5\xd0\xd3\xc6"), "Photoshop PSD": (b"8BPS",), "GIMP XCF": (b"gimp xcf",),
     "Windows icon (ICO)": (b"\0\0\1\0", b"\0\0\2\0"), "JPEG 2000": (b"\0\0\0\x0cjP  ", b"\xffO\xffQ"), "JPEG XR": (b"II\xbc\1",),
@@ -113,22 +112,15 @@ _FOREIGN: dict[str, tuple[bytes, ...]] = {  # what people send, too, by how it b
 
 def _sniff(data: bytes) -> str:
     """The format that the bytes themselves show; their name and content type don't count."""
-    if data[:3] == b"\xff\xd8\xff":
-        return "JPEG"
-    if data[:8] == b"\x89PNG\r\n\x1a\n":
-        return "PNG"
+    if own := next((name for name, beginnings in _OWN.items() if data.startswith(beginnings)), None):
+        return own
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WebP"
-    if data[:6] in (b"GIF87a", b"GIF89a"):
-        return "GIF"
     # Two letters alone begin many a text: the size of the second header must be one that exists, too.
     if data[:2] == b"BM" and int.from_bytes(data[14:18], "little") in (12, 40, 52, 56, 64, 108, 124):
         return "BMP"
-    if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        return "TIFF"
     foreign = next((name for name, beginnings in _FOREIGN.items() if data.startswith(beginnings)), None)
-    if data[128:132] == b"DICM":
-        foreign = "DICOM"
+    foreign = "DICOM" if data[128:132] == b"DICM" else foreign
     if data[4:8] == b"ftyp":
         brands = {data[8:12], *(data[at : at + 4] for at in range(16, min(int.from_bytes(data[:4], "big"), 256), 4))}
         if brands & {b"avif", b"avis"}:
@@ -140,36 +132,30 @@ def _sniff(data: bytes) -> str:
     if head[:5].lower() == b"<?xml" or head[:4].lower() == b"<svg":
         foreign = "SVG or other XML"
     if foreign:
-        raise ImageError("unsupported_format", f"{foreign} is not decoded here. Send {', '.join(FORMATS)} or HEIC.")
-    what = "These bytes are no image" if data else "There are no bytes"
-    raise ImageError("not_an_image", f"{what}. Send the bytes of an image file: {', '.join(FORMATS)} or HEIC.")
+        raise ImageError("unsupported_format", f"{foreign} is not decoded here. Send one of {', '.join(FORMATS)}.")
+    raise ImageError("not_an_image", f"These {len(data)} bytes are no image. Send the bytes of an image file: one of {', '.join(FORMATS)}.")
 
 
 # Openers: limits that must hold before Pillow takes memory or time; the image comes back not yet decoded
+
+_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # those that a length follows
+_DROPPED = (*range(0xE0, 0xF0), 0xFE)  # application data and comments
 
 
 def _open_jpeg(data: bytes, check: _Check) -> Image.Image:
     parts, info, profile, position = [b"\xff\xd8"], _Info(), {}, 2
     for _ in range(4096):
-        marker = _MARKER.search(data, position)
-        if marker is None:
-            raise ValueError("no picture before the end")
+        marker = next(_MARKER.finditer(data, position))
         code, start = marker[1][0], marker.end()
         if code == 0xDA:
             break
-        if code == 1 or 0xD0 <= code <= 0xD8:  # no length follows these
-            position = start
-            continue
         position = start + int.from_bytes(data[start : start + 2], "big")
         body = data[start + 2 : position]
         if code == 0xE1 and body[:6] == b"Exif\0\0":
             info.setdefault("exif", body)
         elif code == 0xE2 and body[:12] == b"ICC_PROFILE\0" and len(body) > 14:
             profile[body[12]] = (body[13], body[14:])
-        # Of the application markers only JFIF and Adobe say how to read the colours; of those the decoder heeds only whole ones.
-        elif not (0xE0 <= code <= 0xEF or code == 0xFE) or (
-            (code == 0xE0 and body[:5] == b"JFIF\0" and len(body) >= 14) or (code == 0xEE and body[:5] == b"Adobe" and len(body) >= 12)
-        ):
+        elif code not in _DROPPED or (body[:5] in (b"JFIF\0", b"Adobe") and len(body) >= 12):  # these two say how colours are stored
             parts.append(data[marker.start() : position])
     else:
         raise ValueError("too many segments")
@@ -180,16 +166,6 @@ def _open_jpeg(data: bytes, check: _Check) -> Image.Image:
         info["icc_profile"] = b"".join(profile[number][1] for number in sorted(profile))
     image.info |= info
     return image
-
-
-_MARKER = re.compile(rb"\xff([\x01-\xfe])")
-
-
-def _draft(image: Image.Image, side: int) -> None:
-    shorter = min(image.size)
-    scale = next((scale for scale in (8, 4, 2) if shorter >= 2 * side * scale), 1)
-    if scale > 1:
-        image.draft(None, (image.width // scale, image.height // scale))
 
 
 def _open_png(data: bytes, check: _Check) -> Image.Image:
@@ -205,7 +181,7 @@ def _open_png(data: bytes, check: _Check) -> Image.Image:
         elif name == b"iCCP":
             packed = data[position + 8 : end - 4].partition(b"\0")[2][1:]
             with contextlib.suppress(zlib.error):
-                info["icc_profile"] = zlib.decompressobj().decompress(packed, MAX_PROFILE_BYTES + 1)
+                info["icc_profile"] = zlib.decompressobj().decompress(packed, colour.MAX_PROFILE_BYTES + 1)
         if name == b"IEND" or end > len(data):
             break
         position = end
@@ -215,17 +191,16 @@ def _open_png(data: bytes, check: _Check) -> Image.Image:
     image = PngImagePlugin.PngImageFile(io.BytesIO(stream))
     check(image.size)
     bits, key = data[24], image.info.get("transparency")
-    if key is not None and image.mode == "L":
-        image.info["transparency"] = (key & (1 << bits) - 1) * (255 // ((1 << bits) - 1))  # in the file's levels, not the image's
-    elif key is not None and image.mode == "RGB" and bits == 16:
-        # Pillow keeps the high bytes only, too few to find the one transparent colour: the other byte order gives the low ones.
-        low = PngImagePlugin.PngImageFile(io.BytesIO(stream))
-        low.tile = [tile._replace(args="RGB;16L") for tile in low.tile]
-        del image.info["transparency"]
-        hit = np.all((np.asarray(image) == [k >> 8 for k in key]) & (np.asarray(low) == [k & 255 for k in key]), axis=2)
-        image.putalpha(Image.fromarray(np.where(hit, 0, 255).astype(np.uint8)))
+    if key is not None and image.mode in ("1", "L"):  # it is given in the file's levels, not the image's
+        image.info["transparency"] = (key & (1 << bits) - 1) * (255 // ((1 << bits) - 1))
     elif key is not None and image.mode == "RGB":
         image.info["transparency"] = tuple(k & 255 for k in key)
+        if bits == 16:
+            # Pillow keeps the high bytes only, too few to find the one transparent colour: the other byte order gives the low ones.
+            low = PngImagePlugin.PngImageFile(io.BytesIO(stream))
+            low.tile = [tile._replace(args="RGB;16L") for tile in low.tile]
+            hit = np.all((np.asarray(image) == [k >> 8 for k in key]) & (np.asarray(low) == [k & 255 for k in key]), axis=2)
+            image.putalpha(Image.fromarray(np.where(hit, 0, 255).astype(np.uint8)))
     image.info |= info
     return image
 
@@ -257,8 +232,7 @@ def _open_gif(data: bytes, check: _Check) -> Image.Image:
         raise ValueError("too many blocks")
     left, top, right, bottom = struct.unpack_from("<4H", data, position + 1)
     box = (left, top, left + right, top + bottom)
-    size = (max(width, box[2]), max(height, box[3]))
-    check(size)  # here, since Pillow makes a canvas for the frame's disposal when it opens the file
+    check(size := (max(width, box[2]), max(height, box[3])))  # here: for some disposals Pillow makes a canvas when it opens the file
     image: Image.Image = GifImagePlugin.GifImageFile(io.BytesIO(data))
     if box != (0, 0, *size):  # nothing was drawn outside the frame, where Pillow has colour 0
         frame, image = image.convert("RGBA").crop(box), Image.new("RGBA", size)
@@ -276,6 +250,9 @@ def _open_bmp(data: bytes, check: _Check) -> Image.Image:
     return image
 
 
+_ORIENTATION = 0x0112
+
+
 class _Tiff(TiffImagePlugin.TiffImageFile):
     def getexif(self) -> Image.Exif:
         """The orientation alone, for Pillow to apply: it would read other directories, too, and trip over broken ones."""
@@ -284,7 +261,6 @@ class _Tiff(TiffImagePlugin.TiffImageFile):
         return exif
 
 
-_ORIENTATION = 0x0112
 _QUIET = re.compile(r"PIL\.TiffImagePlugin")
 
 
@@ -292,10 +268,9 @@ def _open_tiff(data: bytes, check: _Check) -> Image.Image:
     tags = _directory(data)
     check((tags[256][2], tags[257][2]))
     check((tags.get(322, (0, 0, 0))[2], tags.get(323, (0, 0, 0))[2]))  # a tile may be larger than the image
-    if sum(_SIZES.get(kind, 0) * count for kind, count, _ in tags.values()) > len(data):
-        raise ValueError("tags share their bytes")
-    if any(count > MAX_BLOCKS and kind not in (1, 2, 7) for kind, count, _ in tags.values()):
-        raise ValueError("too many values in a tag")
+    total = sum(_SIZES.get(kind, 0) * count for kind, count, _ in tags.values())
+    if total > len(data) or any(count > MAX_BLOCKS and kind not in (1, 2, 7) for kind, count, _ in tags.values()):
+        raise ValueError("tags that share their bytes, or too many values in one")
     # Pillow warns about tags that don't matter here; catch_warnings would not do, since other threads decode at the same time.
     if ("ignore", None, UserWarning, _QUIET, 0) not in warnings.filters:
         warnings.filterwarnings("ignore", category=UserWarning, module=_QUIET.pattern)
@@ -310,18 +285,15 @@ def _open_avif(data: bytes, check: _Check) -> Image.Image:
         raise ImageError("unsupported_format", "This server's Pillow has no AVIF. Send JPEG, PNG or WebP.")
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the callers decode several images at once
     # AVIF's own boxes turn the image and EXIF has no say; Pillow would refuse the file for broken EXIF, so the decoder must not see it.
-    start, end = data.find(b"meta"), data.find(b"mdat")
-    if start >= 0 and data.find(b"\0\0Exif", start, end) >= 0:
-        data = data[:start] + data[start:end].replace(b"\0\0Exif", b"\0\0none") + data[end:]
-    return AvifImagePlugin.AvifImageFile(io.BytesIO(data))
+    boxes, mdat, rest = data.partition(b"mdat")
+    return AvifImagePlugin.AvifImageFile(io.BytesIO(boxes.replace(b"\0\0Exif", b"\0\0none") + mdat + rest))
 
 
 def _open_heic(data: bytes, check: _Check) -> Image.Image:
     try:
         import pillow_heif
     except ImportError:
-        message = "HEIC is decoded only where pillow-heif is installed (pip install pillow-heif). Send JPEG, PNG, WebP or AVIF instead."
-        raise ImageError("unsupported_format", message) from None
+        raise ImageError("unsupported_format", "HEIC needs pillow-heif here (pip install pillow-heif). Send JPEG, PNG or WebP.") from None
     pillow_heif.register_heif_opener()
     return Image.open(io.BytesIO(data), formats=["HEIF"])  # pillow-heif turns it and says orientation 1
 
@@ -332,23 +304,21 @@ _OPENERS = {
 }  # fmt: skip
 
 
-# TIFF directories: of TIFF files and of EXIF, which is one
-
 _SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 
 
 def _directory(tiff: bytes) -> dict[int, tuple[int, int, int]]:
-    """Tag -> type, count, value (the first, if it stands in the entry) of the first directory, as far as it can be read."""
+    """Tag -> type, count, value (the first, if it stands in the entry) of the first directory of a TIFF file, or of EXIF, which is one."""
     order = {b"II": "<", b"MM": ">"}[tiff[:2]]
     big = 43 in tiff[2:4]
     start = struct.unpack_from(order + ("Q" if big else "L"), tiff, 8 if big else 4)[0]
-    entry = struct.Struct(order + ("HHQ8s" if big else "HHL4s"))
     number = struct.unpack_from(order + ("Q" if big else "H"), tiff, start)[0]
+    entry, start = struct.Struct(order + ("HHQ8s" if big else "HHL4s")), start + (8 if big else 2)
     tags: dict[int, tuple[int, int, int]] = {}
-    for at in range(start + (8 if big else 2), min(len(tiff) - entry.size, start + 4096 * entry.size) + 1, entry.size)[:number]:
+    for at in range(start, start + min(number, 4096) * entry.size, entry.size):
         tag, kind, count, field = entry.unpack_from(tiff, at)
-        code = {1: "B", 3: "H", 4: "L", 16: "Q"}.get(kind, "")
-        tags.setdefault(tag, (kind, count, struct.unpack_from(order + code, field)[0] if code and (big or kind != 16) else 0))
+        code = {1: "B", 3: "H", 4: "L", 16: "Q"}.get(kind, "x")
+        tags.setdefault(tag, (kind, count, next(iter(struct.unpack_from(order + code, field)), 0)))
     return tags
 
 
@@ -358,81 +328,3 @@ def _orientation(exif: Any) -> int:
         return _directory(exif.removeprefix(b"Exif\0\0").removeprefix(b"Exif\0\0"))[_ORIENTATION][2]
     except (AttributeError, LookupError, OverflowError, struct.error):
         return 1
-
-
-# Tones
-
-
-def _flatten(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Any mode -> RGB: samples to 8 bits, colours to sRGB, transparency onto the background."""
-    profile = image.info.get("icc_profile")
-    alpha = None
-    if image.mode[0] in "IF":
-        image, alpha = _eight_bits(image)
-    elif image.has_transparency_data:
-        grey = image.mode in ("1", "L", "LA", "La")
-        target = "LA" if grey else "RGBA"
-        image = image if image.mode == target else image.convert(target)
-        alpha = image.getchannel("A")
-        image = image.getchannel("L") if grey else image
-    elif image.mode not in ("L", "RGB", "CMYK"):
-        image = image.convert("L" if image.mode == "1" else "RGB")
-    transform = _to_srgb(profile, image.mode) if isinstance(profile, bytes) and len(profile) <= MAX_PROFILE_BYTES else None
-    if transform is not None:
-        same = image.mode in ("RGB", "RGBA")
-        image = ImageCms.applyTransform(image, transform, inPlace=same) or image
-    if alpha is not None:
-        flat = Image.new("RGB", image.size, background)
-        flat.paste(image.convert("RGB") if image.mode == "L" else image, (0, 0), alpha)
-        return flat
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """16-bit, 32-bit and float samples -> grey and, where one value is transparent, alpha."""
-    values = np.asarray(image).reshape(-1)
-    bands = [values[at : at + (1 << 20)] for at in range(0, values.size, 1 << 20)]  # so that floats of them all never exist at once
-    tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
-    low, high = 0.0, 4095.0 if tags.get(258) == (12,) else 65535.0
-    if not image.mode.startswith("I;16"):
-        finite = [band[np.isfinite(band)] for band in bands]
-        low, high = (float(f([float(f(band)) for band in finite if band.size] or [0.0])) for f in (np.min, np.max))
-        top = next((top for top in ((1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)) if high <= top), None)
-        low, high = (0.0, top) if top and low >= 0 else (low, high)
-    if tags.get(262) == 0:  # white is zero, which Pillow heeds up to 8 bits only
-        low, high = high, low
-    grey = np.empty(values.shape, np.uint8)
-    for at, band in enumerate(bands):
-        scaled = (np.nan_to_num(band.astype(np.float64), nan=low, posinf=max(low, high), neginf=min(low, high)) - low) * 255.0
-        grey[at << 20 : (at + 1) << 20] = np.clip(scaled / ((high - low) or 1.0) + 0.5, 0, 255)
-    key = image.info.get("transparency")
-    alpha = None if key is None else Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8).reshape(image.size[::-1]))
-    return Image.fromarray(grey.reshape(image.size[::-1])), alpha
-
-
-# Colour
-
-_SPACES = {"L": b"GRAY", "RGB": b"RGB ", "RGBA": b"RGB ", "CMYK": b"CMYK"}
-
-
-@lru_cache(maxsize=16)
-def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The transform from this profile to sRGB; None if there is nothing to do: not for this mode, broken, or sRGB in all but name."""
-    if profile[16:20] != _SPACES.get(mode):
-        return None
-    steps = np.linspace(0, 255, 6, dtype=np.uint8)
-    colours = np.stack(np.meshgrid(*[steps] * len(mode)), axis=-1).reshape(1, -1, len(mode))
-    probe = Image.frombytes(mode, (colours.shape[1], 1), colours.tobytes())
-    try:
-        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        target = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
-        out = mode if mode in ("RGB", "RGBA") else "RGB"
-        intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
-        transform = ImageCms.buildTransform(source, target, mode, out, intent, flags)
-        moved = ImageCms.applyTransform(probe, transform)
-    except Exception:  # whatever littlecms finds wrong with it
-        return None
-    if moved is None or mode == "CMYK":
-        return transform
-    change = np.abs(np.asarray(moved, np.int16) - np.asarray(probe.convert(out), np.int16))
-    return transform if change.max() > 2 else None

@@ -5,9 +5,9 @@ bytes --read--> pixels, uint8 [crop, crop, 3] --normalize, in batches, on the de
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,12 +71,13 @@ class Preprocessing:
     def pixels(self, image: Image.Image) -> npt.NDArray[np.uint8]:
         """An RGB image of any size -> pixels, uint8 [crop, crop, 3], C-contiguous.
 
-        One resize straight from the crop's box in the image: the same as scaling all of it and cutting the middle, but for the rounding
-        of sizes to whole pixels, and with no memory for what is cut away (a 1 x 60000 image would be 256 x 15 million).
+        One resize straight from the crop's box in the image: what torchvision's Resize and CenterCrop give, to the rounding of sizes to
+        whole pixels, with no memory or time for what is cut away (a 1 x 60000 image would be 256 x 15 million).
         """
-        side = min(image.size) * self.crop / self.resize
-        left, top = (image.width - side) / 2, (image.height - side) / 2
-        box = (left, top, left + side, top + side)
+        wide, high = (self.resize * length // min(image.size) for length in image.size)
+        left, top = round((wide - self.crop) / 2), round((high - self.crop) / 2)
+        x, y = image.width / wide, image.height / high
+        box = (left * x, top * y, min((left + self.crop) * x, image.width), min((top + self.crop) * y, image.height))
         # Far larger images are first averaged to three times the size, which no one can see and is quicker.
         small = image.resize((self.crop, self.crop), _FILTERS[self.interpolation], box=box, reducing_gap=3.0)
         return np.array(small)
@@ -92,10 +93,23 @@ class Preprocessing:
         """
         import torch
 
-        scale = torch.tensor([1 / (255 * s) for s in self.std], dtype=torch.float32, device=pixels.device)
-        bias = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], dtype=torch.float32, device=pixels.device)
+        count, height, width, _ = pixels.shape
+        scale, bias = _affine(self.mean, self.std, width, pixels.device)
+        # Whole rows of RGBRGB... and no second buffer: with three values to a step and fresh memory it takes ten times as long on a CPU.
+        rows = pixels.reshape(count, height, width * 3).to(torch.float32)
+        torch.addcmul(bias, rows, scale, out=rows)
         # NHWC seen as NCHW is channels_last already: nothing is moved.
-        return torch.addcmul(bias, pixels.to(torch.float32), scale).to(dtype).permute(0, 3, 1, 2)
+        return rows.to(dtype).view(count, height, width, 3).permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=16)  # a copy to the device for every batch would wait there for the batch before
+def _affine(mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    with torch.inference_mode(False):  # whoever comes first, later callers may record gradients
+        scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=device)
+        bias = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32, device=device)
+        return scale.repeat(width), bias.repeat(width)
 
 
 def _is_int(value: object, low: int, high: int) -> bool:
@@ -103,7 +117,7 @@ def _is_int(value: object, low: int, high: int) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_triple(value: object) -> bool:

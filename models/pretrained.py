@@ -141,6 +141,9 @@ def _torchvision(name: str) -> Pretrained:
         # Their published weights want inputs of mean and deviation 0.5; torchvision reaches that by a second step in the module.
         mean = std = (0.5, 0.5, 0.5)
         state = {key: tensor for key, tensor in state.items() if not re.match(r"aux|AuxLogits", key)}
+    if name.startswith("densenet"):
+        # Published before module names lost their dots: denselayer1.norm.1 is denselayer1.norm1 now.
+        state = {re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2.", key): tensor for key, tensor in state.items()}
     preprocessing = Preprocessing(
         resize=transform.resize_size[0],
         crop=transform.crop_size[0],

@@ -116,7 +116,7 @@ class Engine:
         """Let a GPU copy straight from `slots`, uint8 `[S, crop, crop, 3]` in shared memory, which `predict` will be given."""
         if not self.on_cuda:
             return
-        code = torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.numel(), 0)  # type: ignore[no-untyped-call]
+        code = torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.numel(), 0)
         if int(code) == 0:
             self._staging, self.transfer = None, "pinned slots"
         else:

@@ -183,9 +183,7 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
             torch.set_num_threads(self.options.threads)
             try:
                 loaded = checkpoint.load(self.options.checkpoint)
-                engine = Engine(
-                    loaded, device, precision=self.options.precision, max_batch_size=self.options.max_batch_size
-                )
+                engine = Engine(loaded, device, precision=self.options.precision, max_batch_size=self.options.max_batch_size)
             except (checkpoint.CheckpointError, EngineError) as error:
                 row["reason"] = str(error).encode()[:1000]
                 raise SystemExit(1) from None

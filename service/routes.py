@@ -1,34 +1,27 @@
-"""The HTTP routes of our own API, and the envelope around every request: its id, its log line, its errors."""
+"""The HTTP routes of our own API."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import time
-import uuid
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.checkpoint import Header
-from models.images import ImageError
+from service import envelope
 from service.bodies import image_bytes
 from service.frontdoor import ClientGone, FrontDoor, Pixels
 from service.schemas import (
     ApiError,
     ErrorBody,
-    ErrorDetail,
     Health,
     Info,
     Model,
@@ -41,11 +34,6 @@ from service.schemas import (
 )
 from service.settings import Settings
 from service.slots import ProcessState
-
-log = logging.getLogger("service.access")
-
-_DISCARD_BYTES, _DISCARD_S = 64_000_000, 2.0  # of a body that nobody wants, before the answer
-_RETRY_AFTER_S = 1
 
 
 class Service:
@@ -244,109 +232,9 @@ async def info(service: Annotated[Service, Depends(_service)]) -> Info:
     )
 
 
-class Envelope:
-    """Around every request: an id, one log line, errors in one form, and no answer cut off because of an unread body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        arrived = time.monotonic()
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers.get(b"x-request-id", b""))
-        scope.setdefault("state", {}).update(arrived=arrived, request_id=request_id)
-        status = 0
-        asked_for_body = body_read = False
-
-        async def receive_noting() -> Message:
-            nonlocal asked_for_body, body_read
-            asked_for_body = True
-            message = await receive()
-            body_read = body_read or not message.get("more_body", False)
-            return message
-
-        async def send_noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
-                has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-                if has_body and not body_read and not await discard():
-                    message["headers"].append((b"connection", b"close"))
-            await send(message)
-
-        async def discard() -> bool:
-            """Read on after an early answer: a client that is still sending would see its connection reset, not the answer."""
-            if b"expect" in headers and not asked_for_body:
-                return False  # the client waits for permission to send: not giving it is the kindest
-            left = _DISCARD_BYTES
-            try:
-                async with asyncio.timeout(_DISCARD_S):
-                    while left > 0 and not body_read:
-                        left -= len((await receive_noting()).get("body", b""))
-            except TimeoutError:
-                pass
-            return body_read
-
-        try:
-            await self.app(scope, receive_noting, send_noting)
-        except ClientGone:
-            status = 499
-        except Exception:
-            log.exception("unexpected error, request %s", request_id)
-            if not status:
-                await _error_response("internal", "something went wrong here; the server's log says what", request_id)(
-                    scope, receive, send_noting
-                )
-        finally:
-            log.info("%s %s %s %.1f ms %s", scope["method"], scope["path"], status, (time.monotonic() - arrived) * 1e3, request_id)
-
-
-def _request_id(given: bytes) -> str:
-    text = given.decode("latin-1")
-    return text if 0 < len(text) <= 128 and text.isascii() and text.isprintable() else uuid.uuid4().hex
-
-
-def _error_response(code: str, message: str, request_id: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    error = ApiError(code, message)
-    headers = dict(headers or {})
-    if error.status == 503:
-        headers["retry-after"] = str(_RETRY_AFTER_S)
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    body = ErrorBody(error=ErrorDetail(code=code, message=message, request_id=request_id))
-    return JSONResponse(body.model_dump(), error.status, headers)
-
-
-def _answer_error(request: Request, error: Exception) -> Response:
-    """The one place where exceptions become HTTP."""
-    request_id = request.scope["state"]["request_id"]
-    if isinstance(error, ApiError):
-        return _error_response(error.code, error.message, request_id)
-    if isinstance(error, ImageError):
-        return _error_response(error.code, str(error), request_id)
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        return _error_response("bad_request", f"{first['loc'][-1]}: {first['msg']}, not {first.get('input')!r}", request_id)
-    assert isinstance(error, HTTPException)
-    path = f"{request.method} {request.url.path}"
-    if error.status_code == 404:
-        return _error_response("not_found", f"{path}: no such route; /docs lists them", request_id)
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("allow", (error.headers or {}).get("Allow", ""))
-        return _error_response("method_not_allowed", f"{path}: allowed is {allowed}", request_id, {"allow": allowed})
-    return _error_response("bad_request", str(error.detail), request_id)
-
-
 def assemble(app: FastAPI, settings: Settings) -> None:
-    """Put routes, error handling and middleware on LitServe's place for the app."""
+    """Put routes, error handling and middleware onto `app`."""
     app.include_router(router)
-    handler: Callable[[Request, Exception], Response] = _answer_error
-    for kind in (ApiError, ImageError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, handler)
-    app.add_middleware(Envelope)
+    envelope.wrap(app)
     if settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])

@@ -64,7 +64,7 @@ def find_devices(wanted: str) -> list[str]:
     if wanted == "auto" and not any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/nvmap", "/dev/dxg")):
         log.info("no NVIDIA device on this machine: serving on the CPU")
         return ["cpu"]
-    asked = subprocess.run([sys.executable, "-c", _FIND_GPUS], capture_output=True, text=True, check=False, timeout=START_LIMIT_S)
+    asked = subprocess.run([sys.executable, "-c", _FIND_GPUS], capture_output=True, text=True, check=False)
     try:
         found = json.loads(asked.stdout)
     except ValueError:
@@ -203,6 +203,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 34))
         os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 28))
+        log.info("loading %s on %s", self.settings.checkpoint, ", ".join(self.places))
         context = multiprocessing.get_context("spawn")
         # Blocked until each child ignores them: a Ctrl-C in a terminal reaches the whole process group.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "SPYGLASS_"
+_DEFAULT_PORT = 8000
 
 
 class SettingsError(ValueError):
@@ -33,6 +34,11 @@ def _auto_or_positive(value: str) -> str:
     return value
 
 
+def _port(value: object) -> object:
+    # Kubernetes sets SPYGLASS_PORT=tcp://10.0.0.1:80 in pods beside a Service named spyglass; it is not meant for us.
+    return _DEFAULT_PORT if isinstance(value, str) and value.startswith("tcp://") else value
+
+
 AutoOrPositive = Annotated[str, AfterValidator(_auto_or_positive)]
 
 
@@ -45,7 +51,7 @@ class Settings(BaseSettings):
 
     checkpoint: Path = Field(Path("checkpoints/efficientnet_lite0.safetensors"), description="the checkpoint file to serve")
     host: str = Field("0.0.0.0", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    port: Annotated[int, BeforeValidator(_port)] = Field(_DEFAULT_PORT, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     device: Annotated[str, AfterValidator(_device)] = Field("auto", description="auto, cpu, cuda, or some GPUs: cuda:0,2")
     workers_per_device: int = Field(1, ge=1, le=64, description="inference workers, each with its own copy of the model")
     precision: Literal["auto", "fp16", "bf16", "fp32"] = Field("auto", description="auto takes the fastest that the golden samples allow")
@@ -58,7 +64,7 @@ class Settings(BaseSettings):
     worker_timeout_s: float = Field(20, gt=0, le=3600, description="a worker silent for longer is not ready")
     drain_s: float = Field(20, ge=0, le=3600, description="how long a stop waits for requests in flight")
     max_body_mb: float = Field(20, gt=0, le=4096, description="largest request body, in MB of 1,000,000 bytes")
-    max_inflight_mb: float = Field(256, gt=0, description="request bodies held in memory at once, in MB; at least max_body_mb")
+    max_inflight_mb: float = Field(256, gt=0, le=1_000_000, description="request bodies held in memory at once, in MB; at least max_body_mb")
     max_megapixels: float = Field(100, gt=0, le=10_000, description="largest image, read from its header before decoding")
     top_k: int = Field(5, ge=1, description="predictions in an answer when the request doesn't say")
     api_keys: SecretStr = Field(SecretStr(""), description="accepted keys, comma-separated; empty: open to everyone")
@@ -108,13 +114,14 @@ def read(arguments: list[str]) -> Settings:
 
 def unknown_variables() -> list[str]:
     """Variables of the environment that look like settings and are none, each with the closest setting."""
-    names = {f"{PREFIX}{name}".upper() for name in Settings.model_fields}
+    names = {name.upper() for name in Settings.model_fields}
     found = []
     for variable in sorted(os.environ):
         # Kubernetes adds SPYGLASS_SERVICE_HOST, SPYGLASS_PORT_8000_TCP and so on beside a Service named spyglass.
-        if variable.startswith(PREFIX) and variable not in names and not re.match(rf"{PREFIX}(SERVICE|PORT)_", variable):
-            close = difflib.get_close_matches(variable, names, n=1)
-            found.append(variable + (f" (did you mean {close[0]}?)" if close else ""))
+        name = variable.removeprefix(PREFIX)
+        if variable.startswith(PREFIX) and name not in names and not re.match("(SERVICE|PORT)_", name):
+            close = difflib.get_close_matches(name, names, n=1)
+            found.append(variable + (f" (did you mean {PREFIX}{close[0]}?)" if close else ""))
     return found
 
 
@@ -161,3 +168,4 @@ def configure_logging(log_format: str, log_level: str) -> None:
         logging.getLogger(name).propagate = True
     for name in ("uvicorn", "uvicorn.error"):  # "Started server process" and so on: the parent says it better, once
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what clients send wrong; we answer that with a 400

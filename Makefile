@@ -1,0 +1,47 @@
+# Two commands: `make serve` and `make test`. Everything lives in .venv; nothing is installed elsewhere.
+PYTHON ?= python3
+PORT ?= 8000
+CHECKPOINT ?= checkpoints/efficientnet_lite0.safetensors
+BIN := .venv/bin
+
+.PHONY: serve install test lint format bench clean
+.DELETE_ON_ERROR:
+
+serve: install $(CHECKPOINT)  ## serve CHECKPOINT on PORT
+	@exec $(BIN)/python -m service --checkpoint $(CHECKPOINT) --port $(PORT)
+
+install: .venv/installed  ## the virtual environment with what serving and training need
+
+test: .venv/installed-test  ## all tests
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-test  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed-test $(CHECKPOINT)  ## this server beside LitServe's quickstart (needs wrk)
+	$(BIN)/python -m benchmarks.serving --checkpoint $(CHECKPOINT)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Spyglass needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "error: $(PYTHON) lacks venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/installed-test: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ .venv/installed
+
+checkpoints/efficientnet_lite0.safetensors: | .venv/installed
+	$(BIN)/python -m models pull efficientnet_lite0

@@ -1,0 +1,325 @@
+"""Our own API over HTTP, against the real server: body forms, the error table, ids, keys, health, OpenAPI."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import io
+import json
+import random
+import socket
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import requests
+import torch
+from PIL import Image
+
+from models import checkpoint
+from service.engine import Engine
+from tests.conftest import COLOURS, EXAMPLES, Server, encode
+
+
+def probabilities(answer: requests.Response) -> list[tuple[int, float]]:
+    assert answer.status_code == 200, answer.text
+    return [(item["index"], item["probability"]) for item in answer.json()["predictions"]]
+
+
+def error_code(answer: requests.Response) -> tuple[int, str]:
+    error = answer.json()["error"]
+    assert set(error) == {"code", "message", "request_id"}
+    assert error["message"]
+    assert error["request_id"] == answer.headers["x-request-id"]
+    return answer.status_code, error["code"]
+
+
+def test_all_body_forms_answer_alike_and_as_the_engine_in_process(tiny_server: Server, tiny: Path) -> None:
+    photograph = (EXAMPLES / "cat.jpg").read_bytes()
+    encoded = base64.b64encode(photograph).decode()
+    forms = [
+        tiny_server.post(photograph, headers={"content-type": "image/jpeg"}),
+        tiny_server.post(photograph, headers={"content-type": "application/x-www-form-urlencoded"}),  # curl --data-binary
+        tiny_server.post(photograph),
+        requests.post(f"{tiny_server.url}/predict", files={"any name": ("cat.jpg", photograph)}, timeout=60),
+        requests.post(f"{tiny_server.url}/predict", json={"image": encoded}, timeout=60),
+        requests.post(f"{tiny_server.url}/predict", json={"image": f"data:image/jpeg;base64,{encoded}"}, timeout=60),
+    ]
+    loaded = checkpoint.load(tiny)
+    pixels = torch.from_numpy(loaded.header.preprocessing.read(photograph))[None]
+    expected = Engine(loaded, "cpu", precision="fp32").predict(pixels)[0]
+    best = expected.argsort(descending=True)[:5].tolist()
+    for form in forms:
+        assert [index for index, _ in probabilities(form)] == best
+        assert [probability for _, probability in probabilities(form)] == pytest.approx(expected[best].tolist(), abs=1e-6)
+    assert len({json.dumps(form.json()["predictions"]) for form in forms}) == 1
+
+
+def test_an_answer_carries_model_labels_timing_and_id(tiny_server: Server, tiny: Path) -> None:
+    answer = tiny_server.post(encode((1, 2, 3)), headers={"x-request-id": "mine-17"}, params={"top_k": 3}).json()
+    header = checkpoint.read_header(tiny)
+    assert answer["model"] == {"name": "tiny", "version": header.version}
+    assert answer["request_id"] == "mine-17"
+    assert [item["label"] for item in answer["predictions"]] == [header.labels[item["index"]] for item in answer["predictions"]]
+    assert answer["predictions"] == sorted(answer["predictions"], key=lambda item: -item["probability"])
+    timing = answer["timing_ms"]
+    assert set(timing) == {"decode", "queue", "forward", "total"}
+    assert 0 < timing["decode"] + timing["queue"] + timing["forward"] <= timing["total"]
+
+
+@pytest.mark.parametrize(("top_k", "count"), [(1, 1), (10, 10), (1000, 10)])
+def test_top_k_is_at_most_all_labels(tiny_server: Server, top_k: int, count: int) -> None:
+    answer = probabilities(tiny_server.post(encode((9, 9, 9)), params={"top_k": top_k}))
+    assert len({index for index, _ in answer}) == count
+    if count == 10:
+        assert sum(probability for _, probability in answer) == pytest.approx(1, abs=1e-5)
+
+
+def test_64_colours_at_once_twenty_times_everyone_gets_their_own(tiny_server: Server, tiny: Path) -> None:
+    loaded = checkpoint.load(tiny)
+    images = [encode(colour) for colour in COLOURS]
+    pixels = torch.stack([torch.from_numpy(loaded.header.preprocessing.read(image)) for image in images])
+    expected = Engine(loaded, "cpu", precision="fp32").predict(pixels).numpy()
+
+    def ask(index: int) -> int:
+        answer = dict(probabilities(tiny_server.post(images[index], params={"top_k": 10})))
+        found = np.array([answer[label] for label in range(10)])
+        return int(np.abs(expected - found).max(axis=1).argmin())
+
+    with ThreadPoolExecutor(64) as pool:
+        for _ in range(20):
+            assert list(pool.map(ask, range(64))) == list(range(64))
+
+
+def test_one_broken_image_among_eight_fails_alone(tiny_server: Server) -> None:
+    good = [(EXAMPLES / name).read_bytes() for name in ("cat.jpg", "coffee.jpg", "rocket.jpg", "temple.jpg")]
+    alone = [probabilities(tiny_server.post(image)) for image in good]
+    broken = good[0][: len(good[0]) // 2]
+    with ThreadPoolExecutor(8) as pool:
+        for turn in range(10):
+            bodies = [good[index % 4] for index in range(7)]
+            bodies.insert(turn % 8, broken)
+            answers = list(pool.map(tiny_server.post, bodies))
+            assert error_code(answers.pop(turn % 8)) == (422, "image_corrupt")
+            for index, answer in enumerate(answers):
+                assert [label for label, _ in probabilities(answer)] == [label for label, _ in alone[index % 4]]
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A PNG whose header declares a size that its few bytes of pixels do not have."""
+    header = b"IHDR" + width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    chunk = (13).to_bytes(4, "big") + header + zlib.crc32(header).to_bytes(4, "big")
+    return b"\x89PNG\r\n\x1a\n" + chunk + encode((1, 1, 1))[33:]
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (b"", {}, 400, "bad_request"),
+        (b"{", JSON, 400, "bad_request"),
+        (b"[1]", JSON, 400, "bad_request"),
+        (b'{"picture": "x"}', JSON, 400, "bad_request"),
+        (b'{"image": "@@@"}', JSON, 400, "bad_request"),
+        (b"--x", {"content-type": "multipart/form-data"}, 400, "bad_request"),
+        (b"--x", {"content-type": "multipart/form-data; boundary=x"}, 400, "bad_request"),
+        (b"no picture", {}, 415, "not_an_image"),
+        (b'{"image": "bm8gcGljdHVyZQ=="}', JSON, 415, "not_an_image"),
+        (b"%PDF-1.7 ...", {}, 415, "unsupported_format"),
+        (png_of(64250, 64250), {}, 413, "image_too_large"),
+        (b"\xff\xd8\xff" + bytes(1_000_001), {}, 413, "body_too_large"),
+        (encode((1, 2, 3))[:-30], {}, 422, "image_corrupt"),
+        (encode((1, 2, 3)), {"x-timeout-ms": "soon"}, 400, "bad_request"),
+    ],
+)
+def test_a_bad_body_gets_its_error(tiny_server: Server, body: bytes, headers: dict[str, str], status: int, code: str) -> None:
+    assert error_code(tiny_server.post(body, headers=headers)) == (status, code)
+
+
+@pytest.mark.parametrize("top_k", ["0", "-1", "many", "1.5"])
+def test_a_bad_top_k_is_a_bad_request(tiny_server: Server, top_k: str) -> None:
+    answer = tiny_server.post(encode((1, 2, 3)), params={"top_k": top_k})
+    assert error_code(answer) == (400, "bad_request")
+    assert "top_k" in answer.text
+
+
+def test_unknown_routes_and_methods(tiny_server: Server) -> None:
+    assert error_code(tiny_server.get("/nowhere")) == (404, "not_found")
+    answer = tiny_server.get("/predict")
+    assert error_code(answer) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_deadline_that_is_too_short_is_504(tiny_server: Server) -> None:
+    photograph = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(photograph, "JPEG", quality=60)
+    answer = tiny_server.post(photograph.getvalue(), headers={"x-timeout-ms": "1"})
+    assert error_code(answer) == (504, "deadline_exceeded")
+
+
+def test_a_request_id_is_kept_when_sound_and_made_when_not(tiny_server: Server) -> None:
+    assert tiny_server.get("/livez", headers={"x-request-id": "a" * 128}).headers["x-request-id"] == "a" * 128
+    for bad in ("a" * 129, "caf\xe9".encode("latin-1"), "tab\tinside"):
+        made = tiny_server.get("/livez", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert len(made) == 32
+        assert made.isalnum()
+
+
+def test_any_bytes_give_a_4xx_with_the_error_body(tiny_server: Server) -> None:
+    chance = random.Random(1)
+    starts = [
+        b"",
+        b"\xff\xd8\xff",
+        b"\x89PNG\r\n\x1a\n",
+        b"GIF89a",
+        b"RIFF....WEBP",
+        b"BM",
+        b"II*\0",
+        b"\0\0\0\x1cftypavif",
+        b"{",
+        b"--b\r\n",
+    ]
+    types = [
+        "",
+        "image/jpeg",
+        "application/json",
+        "multipart/form-data; boundary=b",
+        "application/x-www-form-urlencoded",
+        "\xe4;;=",
+        "a/b+json",
+    ]
+    with requests.Session() as session:
+        for _ in range(400):
+            body = chance.choice(starts) + chance.randbytes(chance.randrange(300))
+            headers = {"content-type": chance.choice(types).encode("latin-1")}
+            answer = session.post(f"{tiny_server.url}/predict", data=body, headers=headers, timeout=60)
+            assert 400 <= error_code(answer)[0] < 500, (headers, body)
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["content-length", "chunked"])
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_a_client_still_sending_too_much_reads_the_413(tiny_server: Server, announced: bool, connection: str) -> None:
+    address = urlsplit(tiny_server.url)
+    client = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    blocks = [bytes(100_000)] * 100
+    body: Any = b"".join(blocks) if announced else iter(blocks)
+    client.request("POST", "/predict", body=body, headers={"connection": connection})
+    answer = client.getresponse()
+    assert answer.status == 413
+    assert json.loads(answer.read())["error"]["code"] == "body_too_large"
+    client.close()
+
+
+def test_an_expecting_client_is_refused_before_it_sends(tiny_server: Server) -> None:
+    address = urlsplit(tiny_server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+        client.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 99000000\r\nExpect: 100-continue\r\n\r\n")
+        received = b""
+        while block := client.recv(65536):  # until the server closes: no body will come
+            received += block
+    assert received.startswith(b"HTTP/1.1 413")
+    assert b"100 Continue" not in received
+
+
+def test_5000_requests_given_up_at_random_moments_leave_all_slots_free(tiny_server: Server, tiny: Path) -> None:
+    address = urlsplit(tiny_server.url)
+    photograph = (EXAMPLES / "coffee.jpg").read_bytes()
+    request = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(photograph) + photograph
+
+    def give_up(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(5000 // 16):
+            with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+                client.sendall(request if chance.random() < 0.8 else request[: chance.randrange(1, len(request))])
+                client.settimeout(chance.uniform(0.0001, 0.02))
+                with contextlib.suppress(TimeoutError):
+                    client.recv(1)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(give_up, range(16)))
+    # More than there are slots, all at once: they are only answered if every slot came back.
+    test_64_colours_at_once_twenty_times_everyone_gets_their_own(tiny_server, tiny)
+    slots = tiny_server.get("/info").json()["limits"]["slots"]
+    with ThreadPoolExecutor(slots) as pool:
+        answers = list(pool.map(tiny_server.post, [encode((5, 6, 7))] * slots * 2))
+    assert {answer.status_code for answer in answers} == {200}
+
+
+def test_health_routes(tiny_server: Server) -> None:
+    assert tiny_server.get("/livez").json() == {"status": "alive"}
+    assert tiny_server.get("/readyz").json() == tiny_server.get("/health").json() == {"status": "ready"}
+
+
+def test_info_tells_model_workers_limits_versions(tiny_server: Server, tiny: Path) -> None:
+    info = tiny_server.get("/info").json()
+    header = checkpoint.read_header(tiny)
+    assert info["model"]["version"] == header.version
+    assert info["model"]["labels"] == 10
+    assert info["model"]["preprocessing"] == header.preprocessing.to_dict()
+    assert info["limits"]["max_body_mb"] == 1
+    assert set(info["versions"]) == {"spyglass", "litserve", "torch", "torchvision", "pillow"}
+    (worker,) = info["workers"]
+    assert worker["pid"] in tiny_server.processes
+    assert (worker["device"], worker["state"], worker["precision"], worker["transfer"]) == ("cpu", "ready", "fp32", "shared memory")
+    before = worker["images"]
+    tiny_server.post(encode((1, 1, 1)))
+    assert tiny_server.get("/info").json()["workers"][0]["images"] == before + 1
+
+
+def test_openapi_has_exactly_our_paths_and_docs_need_no_foreign_host(tiny_server: Server) -> None:
+    document = tiny_server.get("/openapi.json").json()
+    assert set(document["paths"]) == {"/predict", "/livez", "/readyz", "/health", "/info"}
+    responses = document["paths"]["/predict"]["post"]["responses"]
+    assert set(responses) == {"200", "400", "401", "413", "415", "422", "500", "503", "504"}
+    assert {"application/json", "multipart/form-data", "image/*"} <= set(document["paths"]["/predict"]["post"]["requestBody"]["content"])
+    page = tiny_server.get("/docs")
+    assert page.status_code == 200
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    script = page.text.partition('<script src="')[2].partition('"')[0]
+    assert tiny_server.get(script).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny: Path) -> Iterator[Server]:
+    server = Server(tiny, "--api-keys", "alpha, beta", "--cors-origins", "https://page.example", "--log-format", "json")
+    yield server
+    assert server.stop() == 0
+
+
+def test_keys_guard_everything_but_health_and_docs(keyed: Server) -> None:
+    image = encode((1, 2, 3))
+    for headers in ({}, {"x-api-key": "gamma"}, {"authorization": "Bearer alph"}, {"authorization": "Basic alpha"}):
+        answer = keyed.post(image, headers=headers)
+        assert error_code(answer) == (401, "unauthorized")
+        assert keyed.get("/info", headers=headers).status_code == 401
+    for headers in ({"x-api-key": "alpha"}, {"authorization": "Bearer beta"}):
+        assert keyed.post(image, headers=headers).status_code == 200
+        assert keyed.get("/info", headers=headers).status_code == 200
+    for path in ("/livez", "/readyz", "/health", "/docs", "/openapi.json"):
+        assert keyed.get(path).status_code == 200
+    assert "alpha" not in "\n".join(keyed.log)
+
+
+def test_cross_origin_answers_and_errors_are_readable_by_the_allowed_page_only(keyed: Server) -> None:
+    for headers in ({"x-api-key": "alpha"}, {}):
+        allowed = keyed.post(encode((1, 2, 3)), headers={**headers, "origin": "https://page.example"})
+        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+        other = keyed.post(encode((1, 2, 3)), headers={**headers, "origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_json_logs_have_one_line_for_each_request_with_its_id(keyed: Server) -> None:
+    keyed.get("/livez", headers={"x-request-id": "find-me"})
+    line = json.loads(keyed.wait_for_log("find-me", 30) or "{}")
+    assert line["level"] == "info"
+    assert line["message"].startswith("GET /livez 200 ")

@@ -1,0 +1,175 @@
+"""The life of the server's processes: start, refusal to start, idleness, stop; and the real model over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file, save_file
+
+from models import checkpoint
+from models.export import logits
+from service.server import StartError, find_devices
+from tests.conftest import EXAMPLES, Server, StartServer, encode
+
+
+def ticks(pids: list[int]) -> int:
+    """User and system time of processes, in clock ticks."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(field[11]) + int(field[12]) for field in fields)
+
+
+def test_the_real_model_names_the_examples_over_http(start_server: StartServer, default_checkpoint: Path) -> None:
+    server = start_server(default_checkpoint)
+    loaded = checkpoint.load(default_checkpoint)
+    for name, right in (("cat.jpg", {"tiger cat", "tabby", "Egyptian cat"}), ("coffee.jpg", {"espresso"}), ("temple.jpg", {"palace"})):
+        photograph = (EXAMPLES / name).read_bytes()
+        best = server.post(photograph).json()["predictions"][0]
+        assert best["label"] in right
+        pixels = torch.from_numpy(loaded.header.preprocessing.read(photograph))[None]
+        reference = logits(loaded.model, loaded.header.preprocessing, pixels).softmax(1)[0]
+        assert best["probability"] == pytest.approx(float(reference[best["index"]]), abs=0.1)
+    assert server.stop() == 0
+
+
+def test_idle_costs_nothing_and_only_workers_import_torch(start_server: StartServer, tiny: Path) -> None:
+    server = start_server(tiny, "--max-batch-size", "4", "--workers-per-device", "2", "--api-servers", "2")
+    server.post(encode((1, 2, 3)))
+    workers = {worker["pid"] for worker in server.get("/info").json()["workers"]}
+    pids = server.processes
+    shares = []
+    for _ in range(3):  # the first may still see the warming of batch sizes
+        before, begun = ticks(pids), time.monotonic()
+        time.sleep(2)  # idleness is what is measured
+        shares.append((ticks(pids) - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begun))
+    assert min(shares) < 0.01, shares
+    with_torch = {pid for pid in pids if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
+    assert with_torch == workers
+
+
+def test_two_workers_on_the_cpu_both_work_and_agree(start_server: StartServer, tiny: Path) -> None:
+    server = start_server(tiny, "--workers-per-device", "2", "--precision", "fp32", "--api-servers", "2", "--max-batch-size", "4")
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(server.post, [encode((10, 200, 30))] * 200))
+    found = {tuple((item["index"], round(item["probability"], 5)) for item in answer.json()["predictions"]) for answer in answers}
+    assert len(found) == 1
+    workers = server.get("/info").json()["workers"]
+    assert len({worker["pid"] for worker in workers}) == 2
+    assert all(worker["images"] > 0 for worker in workers)
+    assert sum(worker["images"] for worker in workers) == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("to_group", [False, True], ids=["parent", "group"])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_signal_ends_all_after_what_was_accepted_is_answered(
+    start_server: StartServer, tiny: Path, number: signal.Signals, to_group: bool, busy: bool
+) -> None:
+    server = start_server(tiny, "--max-batch-size", "2")
+    image = (EXAMPLES / "coffee.jpg").read_bytes()
+
+    def ask(_: int) -> int | None:
+        try:
+            return requests.post(f"{server.url}/predict", data=image, timeout=30).status_code
+        except requests.ConnectionError:
+            return None  # not accepted any more
+
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask, index) for index in range(16 if busy else 0)]
+        if busy:
+            with requests.Session() as session:  # all have arrived once there are that many log lines or images
+                while session.get(f"{server.url}/info", timeout=30).json()["workers"][0]["images"] < 2:
+                    pass
+        begun = time.monotonic()
+        (os.killpg if to_group else os.kill)(server.process.pid, number)
+        assert server.wait(10) == 0
+        assert time.monotonic() - begun < 5
+        assert {request.result() for request in asked} <= {200, None}
+        if busy:
+            assert [request.result() for request in asked].count(200) >= 2
+    assert server.left_behind() == []
+    port = int(server.url.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+
+
+def test_a_signal_during_the_start_ends_it(tiny: Path, start_server: StartServer) -> None:
+    server = start_server(tiny, until="loading")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(10) == 0
+    assert server.url == ""
+    assert server.left_behind() == []
+
+
+def test_when_the_parent_is_killed_every_child_ends_and_the_port_is_free(start_server: StartServer, tiny: Path) -> None:
+    server = start_server(tiny)
+    port = int(server.url.rpartition(":")[2])
+    server.process.kill()
+    server.wait(10)
+    assert server.left_behind() == []
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+
+
+def test_a_worker_that_dies_in_service_ends_the_server_with_its_reason(start_server: StartServer, tiny: Path) -> None:
+    server = start_server(tiny)
+    os.kill(server.get("/info").json()["workers"][0]["pid"], signal.SIGKILL)
+    assert server.wait(10) == 1
+    assert any("worker-0 died (killed by SIGKILL)" in line for line in server.log)
+    assert server.left_behind() == []
+
+
+def refused(server: Server) -> str:
+    """The one line in which a server says why it does not start."""
+    assert server.wait(60) == 1
+    assert server.left_behind() == []
+    assert not any("Traceback" in line for line in server.log)
+    (line,) = [line for line in server.log if line.startswith("error: ")]
+    return line
+
+
+def test_a_checkpoint_that_is_not_there_ends_the_start(start_server: StartServer, tmp_path: Path) -> None:
+    line = refused(start_server(tmp_path / "none.safetensors"))
+    assert "none.safetensors" in line
+    assert "python -m models pull" in line
+
+
+def test_a_worker_that_refuses_its_checkpoint_ends_the_start_with_the_reason(start_server: StartServer, tiny: Path, tmp_path: Path) -> None:
+    header = checkpoint.read_header(tiny)
+    tensors = load_file(tiny)
+    tensors["model.classifier.bias"] += 1
+    save_file(tensors, tmp_path / "changed.safetensors", metadata={"spyglass": json.dumps(header.to_dict())})
+    line = refused(start_server(tmp_path / "changed.safetensors"))
+    assert "worker-0 died before it was ready" in line
+    assert "version" in line
+
+
+def test_a_port_in_use_ends_the_start_at_once(tiny: Path, start_server: StartServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        line = refused(start_server(tiny, "--port", str(other.getsockname()[1])))
+    assert "Address already in use" in line
+
+
+def test_a_wrong_setting_ends_the_start_with_exit_code_2(tiny: Path, start_server: StartServer) -> None:
+    server = start_server(tiny, "--max-batch-size", "none")
+    assert server.wait(30) == 2
+    assert server.log == [
+        "error: max_batch_size: 'none' is not allowed: Input should be a valid integer, unable to parse string as an integer"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a usable GPU")
+def test_cuda_without_a_gpu_says_why() -> None:
+    assert find_devices("cpu") == find_devices("auto") == ["cpu"]
+    with pytest.raises(StartError, match=r"device: cuda:1 is not possible: no usable GPU: .+CUDA toolkit .+CUDA_VISIBLE_DEVICES"):
+        find_devices("cuda:1")

@@ -1,0 +1,155 @@
+"""One memory for all processes, and pipes that wake."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from service.slots import STOP, Layout, Memory, ProcessState, SlotState, WakePipe
+
+LAYOUT = Layout(slots=6, crop=3, classes=1500, workers=2, doors=3)
+
+
+@contextmanager
+def closing(*things: Memory | WakePipe) -> Iterator[None]:
+    yield
+    for thing in things:
+        for descriptor in (thing.descriptor,) if isinstance(thing, Memory) else (thing.reader, thing.writer):
+            os.close(descriptor)
+
+
+def change(memory: Memory, pipe: WakePipe) -> None:
+    """What another process does to the memory."""
+    memory.pixels[5, 2, 2, 2] = 200
+    memory.results[5, 1499] = 0.25
+    memory.state[5] = SlotState.DONE
+    memory.done_at[5] = 1e9
+    memory.workers[1]["reason"] = b"because"
+    memory.doors[2]["pid"] = os.getpid()
+    memory.server["draining"][0] = 1
+    pipe.send([int(memory.pixels[0, 0, 0, 0]), STOP])
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_another_process_has_the_same_memory(method: str) -> None:
+    memory, pipe = Memory(LAYOUT), WakePipe()
+    with closing(memory, pipe):
+        memory.pixels[0] = 77
+        context = multiprocessing.get_context(method)
+        process = context.Process(target=change, args=(memory, pipe))  # type: ignore[attr-defined]
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert pipe.receive() == [77, STOP]
+        assert memory.pixels[5, 2, 2, 2] == 200
+        assert memory.results[5, 1499] == 0.25
+        assert (memory.state[5], memory.done_at[5]) == (SlotState.DONE, 1e9)
+        assert memory.workers[1]["reason"] == b"because"
+        assert (memory.doors[2]["pid"], memory.server["draining"][0]) == (process.pid, 1)
+
+
+def test_no_part_overlaps_another() -> None:
+    memory = Memory(LAYOUT)
+    with closing(memory):
+        parts = {name: getattr(memory, name) for name in ("pixels", "results", "workers", "doors", "server")}
+        columns = ("state", "worker", "generation", "attempt", "failure", "model", "waiting_since", "taken_at", "done_at", "deadline")
+        parts |= {name: getattr(memory, name) for name in columns}
+        for name, part in parts.items():
+            part.view("u1" if part.flags.c_contiguous and part.dtype.names is None else part.dtype)[...] = np.ones((), part.dtype)
+            for other, found in parts.items():
+                touched = bool(found.astype(found.dtype).tobytes().strip(b"\0"))
+                assert touched == (other == name), f"writing {name} changed {other}" if touched else f"writing {name} did nothing"
+            part[...] = np.zeros((), part.dtype)
+
+
+def test_the_parts_have_the_sizes_of_the_layout() -> None:
+    memory = Memory(LAYOUT)
+    with closing(memory):
+        assert (memory.pixels.shape, memory.pixels.dtype) == ((6, 3, 3, 3), np.uint8)
+        assert (memory.results.shape, memory.results.dtype) == ((6, 1500), np.float32)
+        assert (len(memory.state), len(memory.workers), len(memory.doors)) == (6, 2, 3)
+        assert os.fstat(memory.descriptor).st_size == len(memory.buffer)
+        assert (memory.state == SlotState.FREE).all()  # and new memory is all zero
+    few = Memory(Layout(slots=1, crop=1, classes=2, workers=1, doors=1))
+    with closing(few):
+        assert few.results.shape == (1, 1024)  # room for a model with more classes, swapped in later
+
+
+def test_slots_are_shared_out_and_owned_alike() -> None:
+    shares = [list(LAYOUT.slots_of(door)) for door in range(3)]
+    assert shares == [[0, 1], [2, 3], [4, 5]]
+    assert [LAYOUT.owner(slot) for slot in range(6)] == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(AssertionError):
+        Layout(slots=7, crop=3, classes=2, workers=1, doors=3)
+
+
+def test_the_least_busy_worker_is_ready_and_has_least_in_hand() -> None:
+    memory = Memory(Layout(slots=8, crop=1, classes=2, workers=3, doors=1))
+    with closing(memory):
+        assert memory.least_busy_worker() is None
+        memory.workers["state"][1] = ProcessState.READY
+        assert memory.least_busy_worker() == 1
+        memory.workers["state"][[0, 2]] = ProcessState.DEAD, ProcessState.STARTING
+        assert memory.least_busy_worker() == 1
+        memory.workers["state"] = ProcessState.READY
+        memory.worker[:5] = [0, 0, 1, 2, 2]
+        memory.state[:5] = [SlotState.WAITING, SlotState.TAKEN, SlotState.TAKEN, SlotState.WAITING, SlotState.WAITING]
+        assert memory.least_busy_worker() == 1
+        memory.state[:2] = [SlotState.DONE, SlotState.FILLING]  # no longer, or not yet, in a worker's hand
+        assert memory.least_busy_worker() == 0
+        memory.state[:] = SlotState.FREE
+        memory.workers["images"] = [5, 4, 3]
+        assert memory.least_busy_worker() == 2
+
+
+def test_a_pipe_carries_many_numbers_in_order_and_never_blocks() -> None:
+    pipe = WakePipe()
+    with closing(pipe):
+        assert pipe.receive() == []
+        assert pipe.send([])
+        numbers = [*range(5000), STOP]
+        assert pipe.send(iter(numbers))
+        assert pipe.send([7])
+        assert pipe.receive() == [*numbers, 7]
+        assert pipe.receive() == []
+
+
+def test_a_full_pipe_says_so_and_loses_nothing_that_it_took() -> None:
+    pipe = WakePipe()
+    with closing(pipe):
+        sent = 0
+        while pipe.send([sent]):
+            sent += 1
+        assert sent > 1000
+        assert not pipe.send([1])
+        assert pipe.receive() == list(range(sent))
+        assert pipe.send([1])
+
+
+def test_writers_at_once_do_not_mix_their_numbers() -> None:
+    pipe, each = WakePipe(), 200_000
+    with closing(pipe):
+
+        def write(writer: int) -> None:
+            numbers = iter(range(writer << 24, (writer << 24) + each))
+            while chunk := [number for number, _ in zip(numbers, range(1 + writer * 337), strict=False)]:
+                while not pipe.send(chunk):
+                    pass
+
+        threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+        for thread in threads:
+            thread.start()
+        found: list[list[int]] = [[] for _ in threads]
+        while any(len(numbers) < each for numbers in found) and (received := pipe.receive()) is not None:
+            for number in received:
+                found[number >> 24].append(number & 0xFF_FFFF)
+        for thread in threads:
+            thread.join()
+        assert found == [list(range(each))] * 4
