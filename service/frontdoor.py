@@ -170,7 +170,11 @@ class FrontDoor:
         for number in self.pipe.receive():
             if number == STOP:
                 self._on_stop()
-            elif number in self._answered and not self._answered[number].done():
+            elif (
+                number in self._answered
+                and not self._answered[number].done()
+                and self.memory.state[number] in (SlotState.DONE, SlotState.FAILED)  # the row is the truth, a number only wakes
+            ):
                 self._answered[number].set_result(None)
 
     def not_ready(self, silence_s: float) -> tuple[str, str] | None:

@@ -102,12 +102,12 @@ class Service:
         return [Prediction(label=labels[index], index=index, probability=float(probabilities[index])) for index in best.tolist()]
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def _require_key(
+async def _require_key(
     service: Annotated[Service, Depends(_service)],
     header: Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_error=False))],
     bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],

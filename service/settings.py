@@ -64,7 +64,7 @@ class Settings(BaseSettings):
     worker_timeout_s: float = Field(20, gt=0, le=3600, description="a worker silent for longer is not ready")
     drain_s: float = Field(20, ge=0, le=3600, description="how long a stop waits for requests in flight")
     max_body_mb: float = Field(20, gt=0, le=4096, description="largest request body, in MB of 1,000,000 bytes")
-    max_inflight_mb: float = Field(256, gt=0, le=1_000_000, description="request bodies held in memory at once, in MB; at least max_body_mb")
+    max_inflight_mb: float = Field(256, gt=0, le=1_000_000, description="request bodies in memory at once, in MB; at least max_body_mb")
     max_megapixels: float = Field(100, gt=0, le=10_000, description="largest image, read from its header before decoding")
     top_k: int = Field(5, ge=1, description="predictions in an answer when the request doesn't say")
     api_keys: SecretStr = Field(SecretStr(""), description="accepted keys, comma-separated; empty: open to everyone")

@@ -63,6 +63,11 @@ def encode(colour: tuple[int, int, int], kind: str = "PNG", size: tuple[int, int
     return file.getvalue()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # two OpenMP teams on the same cores, of two test runs say, spin at each other's barriers for minutes
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny") / "tiny.safetensors")

@@ -67,7 +67,8 @@ def test_a_size_that_the_architecture_cannot_take_is_refused(name: str, size: in
 
 @pytest.mark.parametrize(("name", "expected"), [("resnet18", "False"), ("timm:test_efficientnet", "True")])
 def test_timm_is_imported_for_its_own_names_only(name: str, expected: str) -> None:
-    code = f"import sys; from models import architectures; architectures.build({name!r}, num_classes=2, image_size=32); print('timm' in sys.modules)"
+    build = f"architectures.build({name!r}, num_classes=2, image_size=32)"
+    code = f"import sys; from models import architectures; {build}; print('timm' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == expected
 

@@ -13,7 +13,7 @@ from service.bodies import image_bytes
 from service.schemas import ApiError
 
 # Its base64 has a plus, a slash and padding, so that no form can leave them alone.
-IMAGE = b"\x89PNG\xfb\xef\xbe\xff\xff any bytes will do: \r\n--x\r\n\x00\xfa"
+IMAGE = b"\x89PNG\r\n\xfb\xef\xbe\xff\xff\xff any bytes will do: \r\n--x\r\n\x00\xfa"
 TEXT = base64.b64encode(IMAGE).decode()
 FORM = "multipart/form-data; boundary=x1"
 
@@ -29,7 +29,7 @@ def test_the_subject_has_all_that_makes_base64_difficult() -> None:
     assert {"+", "/", "="} <= set(TEXT)
 
 
-@pytest.mark.parametrize("content_type", ["image/png", "application/octet-stream", "text/plain", "", "application/x-www-form-urlencoded", "nonsense"])
+@pytest.mark.parametrize("content_type", ["image/png", "text/plain", "", "application/x-www-form-urlencoded", "nonsense"])
 def test_any_other_content_type_is_the_file_itself(content_type: str) -> None:
     assert image_bytes(IMAGE, content_type) == IMAGE
 
@@ -80,7 +80,8 @@ def test_other_fields_beside_the_file_do_not_matter() -> None:
 
 def test_a_preamble_an_epilogue_and_headers_in_any_case_do_not_matter() -> None:
     body = b'\r\n--x1\r\ncontent-TYPE: image/png\r\ncontent-disposition: form-data; name="f"; FILENAME="a"\r\n\r\n' + IMAGE + b"\r\n"
-    assert image_bytes(body + part(b"5", 'form-data; name="top_k"') + END + b"\r\n", "Multipart/Form-Data; charset=utf-8; Boundary=x1") == IMAGE
+    body += part(b"5", 'form-data; name="top_k"') + END + b"\r\n"
+    assert image_bytes(body, "Multipart/Form-Data; charset=utf-8; Boundary=x1") == IMAGE
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_random_bodies_give_bytes_or_a_bad_request_and_nothing_else() -> None:
     source = random.Random(7)
     seeds = [json.dumps({"image": TEXT}).encode(), part(IMAGE, more="Content-Type: image/png\r\n") + END, IMAGE]
     pieces = [b"\r\n", b"--x1", b'"', b"{", b"\\ud800", b"; filename*=utf-8''%ff", b"=?utf-8?q?x?=", b"\x00", b"=", b"--"]
-    types = ["application/json", FORM, "multipart/form-data", "multipart/mixed; boundary*=utf-16''%ff", 'multipart/x; boundary="', "image/png", "x" * 99]
+    types = ["application/json", FORM, "multipart/form-data", "multipart/x; boundary*=utf-16''%ff", 'multipart/x; boundary="', "image/png"]
     outcomes: collections.Counter[str] = collections.Counter()
     for _ in range(5000):
         body = bytearray(source.choice(seeds))
@@ -149,10 +150,8 @@ def test_random_bodies_give_bytes_or_a_bad_request_and_nothing_else() -> None:
         content_type = source.choice(types) if source.random() < 0.9 else "multipart/" + source.randbytes(20).decode("latin-1")
         try:
             found = image_bytes(bytes(body), content_type)
-            assert type(found) is bytes
-            assert found
-            outcomes["bytes"] += 1
+            outcomes["bytes" if type(found) is bytes and found else f"{found!r}"] += 1
         except ApiError as error:
-            assert error.code == "bad_request"
-            outcomes["refused"] += 1
-    assert min(outcomes["bytes"], outcomes["refused"]) > 500
+            outcomes[error.code] += 1
+    assert outcomes.keys() == {"bytes", "bad_request"}
+    assert min(outcomes.values()) > 500

@@ -89,7 +89,10 @@ def test_an_unchanged_copy_of_the_test_subject_is_not_refused(tiny: Path, tmp_pa
         (lambda t: t.update({"golden.pixels": t["golden.pixels"][:15].clone()}), "golden.pixels: must be torch.uint8 [16, 32, 32, 3]"),
         (lambda t: t.update({"golden.pixels": t["golden.pixels"].float()}), "golden.pixels: must be torch.uint8 [16, 32, 32, 3]"),
         (lambda t: t.update({"golden.logits": t["golden.logits"][:, :9].clone()}), "golden.logits: must be torch.float32 [16, 10]"),
-        (lambda t: t.update({"golden.logits": t["golden.logits"].double()}), "golden.logits: must be torch.float32 [16, 10], is torch.float64"),
+        (
+            lambda t: t.update({"golden.logits": t["golden.logits"].double()}),
+            "golden.logits: must be torch.float32 [16, 10], is torch.float64",
+        ),
         (lambda t: t["golden.logits"][15, 9].fill_(torch.nan), "golden.logits: not all numbers are finite"),
         (lambda t: t["golden.logits"][0, 0].fill_(-torch.inf), "golden.logits: not all numbers are finite"),
         (lambda t: t.update({"optimizer": torch.zeros(1)}), "optimizer: a tensor that is neither model.* nor golden.*"),
@@ -139,9 +142,7 @@ def test_wrong_tensors_are_refused_by_name(tiny: Path, tmp_path: Path, change: C
         (lambda h: h.update(temperature=1.5), "version: the header says"),
     ],
 )
-def test_a_wrong_header_is_refused_by_field(
-    tiny: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], expected: str
-) -> None:
+def test_a_wrong_header_is_refused_by_field(tiny: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], expected: str) -> None:
     assert refusal(rewrite(tiny, tmp_path / "bad.safetensors", change, nothing)).startswith(expected)
 
 

@@ -186,7 +186,12 @@ def test_what_kubernetes_sets_beside_a_service_named_spyglass_is_ignored(monkeyp
 
 
 def test_available_cpus_are_those_of_the_affinity() -> None:
-    code = "import os; from service.settings import available_cpus; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(available_cpus())"
+    code = """
+import os
+from service.settings import available_cpus
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print(available_cpus())
+"""
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "1"
     assert 1 <= available_cpus() <= len(os.sched_getaffinity(0))
