@@ -18,11 +18,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _pull(name: str, path: Path) -> int:
+    from models.checkpoint import CheckpointError
     from models.pretrained import PullError, pull  # imports torch: not before the arguments are known to be right
 
     try:
         header = pull(name, path)
-    except (PullError, OSError) as error:
+    except (PullError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{path}: {header.name}, version {header.version}, {len(header.labels)} labels, {path.stat().st_size / 1e6:.1f} MB")

@@ -200,7 +200,10 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         safetensors.torch.save_file(tensors, temporary, metadata={_KEY: json.dumps(checkpoint.header.to_dict())})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        load(temporary)
+        try:
+            load(temporary)
+        except CheckpointError as error:
+            raise CheckpointError(path, error.field, error.problem) from None
         written = safetensors.torch.load_file(temporary)
         for name, tensor in tensors.items():
             if not torch.equal(written[name], tensor):

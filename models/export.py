@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from models import checkpoint
-from models.checkpoint import GOLDEN_SAMPLES, Checkpoint, Header
+from models.checkpoint import GOLDEN_SAMPLES, Checkpoint, CheckpointError, Header
 from models.preprocessing import Preprocessing
 
 
@@ -55,6 +55,10 @@ def export(
         metrics=metrics or {},
         origin=origin | made,
     )
-    golden_logits = logits(model, preprocessing, golden_pixels)
+    try:
+        golden_logits = logits(model, preprocessing, golden_pixels)
+    except (RuntimeError, AssertionError) as error:  # some architectures take one size only, and say so here
+        crop = preprocessing.crop
+        raise CheckpointError(path, "architecture", f"{architecture} can't classify {crop} x {crop} pixels ({error})") from error
     checkpoint.save(path, Checkpoint(header=header, model=model, golden_pixels=golden_pixels, golden_logits=golden_logits))
     return header

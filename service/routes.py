@@ -88,7 +88,7 @@ class Service:
         timeout = self.settings.timeout_s
         asked = request.headers.get("x-timeout-ms")
         if asked is not None:
-            if not asked.isdecimal() or int(asked) == 0:
+            if not (asked.isascii() and asked.isdecimal() and len(asked) < 12 and int(asked) > 0):
                 raise ApiError("bad_request", f"x-timeout-ms: {asked!r} must be a whole number of milliseconds from 1")
             timeout = min(timeout, int(asked) / 1000)
         return arrived + timeout

@@ -196,10 +196,11 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         return listener
 
     def _start_workers(self) -> None:
-        # For the spawned workers only. OpenMP teams that wait by spinning take the cores from decoding; and glibc, unless told
-        # to keep large blocks, gives every activation back to the kernel, which zeroes it anew: half of a light model's time.
+        # For the spawned workers only. OpenMP teams that wait by spinning take the cores from decoding; without any spin a light
+        # model's many small steps each pay for a wake-up. And glibc, unless told to keep large blocks, gives every activation
+        # back to the kernel, which zeroes it anew: a good part of a light model's time.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 34))
         os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 28))

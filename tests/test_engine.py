@@ -193,3 +193,32 @@ def test_neighbours_in_a_batch_do_not_change_an_answer(tiny_checkpoint: Checkpoi
     backwards = found.predict(tiny_checkpoint.golden_pixels, range(15, -1, -1))
     torch.testing.assert_close(forwards, backwards.flip(0), rtol=0, atol=1e-6)
     assert len(forwards.argmax(1).unique()) > 3  # so that a mix-up would show
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["own buffer", "pinned slots"])
+def test_the_padding_and_copying_of_a_gpu_give_the_same_answers(tiny: Path, staged: bool) -> None:
+    """The branches for CUDA, on tensors of the CPU: what they compute, though not how a GPU does it."""
+    loaded = checkpoint.load(tiny)
+    engine = Engine(loaded, "cpu", precision="fp32", max_batch_size=8)
+    while engine.warm_next():
+        pass
+    rows = [3, 1, 15, 0, 7, 7, 2, 9, 11, 4, 5]
+    expected = engine.predict(loaded.golden_pixels, rows)
+    engine.on_cuda = True
+    engine._on_device = torch.zeros((8, 32, 32, 3), dtype=torch.uint8)
+    engine._staging = torch.zeros((8, 32, 32, 3), dtype=torch.uint8) if staged else None
+    assert [engine.take(waiting) for waiting in (1, 3, 8, 11)] == [1, 3, 8, 8]
+    torch.testing.assert_close(engine.predict(loaded.golden_pixels, rows), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_agrees_with_the_golden_samples_from_pinned_slots(default_checkpoint: Path) -> None:
+    loaded = checkpoint.load(default_checkpoint)
+    engine = Engine(loaded, "cuda:0")
+    slots = loaded.golden_pixels.clone()
+    engine.pin(slots)
+    while engine.warm_next():
+        pass
+    good, figures = fidelity(engine.predict(slots), (loaded.golden_logits / loaded.header.temperature).softmax(1), BOUNDS[engine.precision])
+    assert good, figures
+    assert engine.transfer == "pinned slots"

