@@ -82,7 +82,7 @@ class Worker:
         self.poll.register(self.pipe.reader, select.POLLIN)
 
     def step(self) -> None:
-        """One turn: fetch what was handed over, classify one batch, or else warm a size, or else wait."""
+        """One turn: fetch what was handed over and classify one batch; with nothing to do, warm a size, or else wait."""
         self._fetch(0)
         if not self.waiting:
             if self.stopping:
@@ -91,16 +91,18 @@ class Worker:
                 self.cold = self.engine.warm_next()
             else:
                 self._fetch(BEAT_S)
-        elif self.batch_wait_s and len(self.waiting) < self.max_batch_size:
-            # The wait is the first image's: it began when that was handed over, not when this worker looked.
-            due = float(self.memory.waiting_since[self.waiting[0]]) + self.batch_wait_s
-            while (rest := due - time.monotonic()) > 0 and len(self.waiting) < self.max_batch_size and not self.stopping:
-                self._fetch(rest)
         if self.waiting:
+            self._wait_for_more()
             self._classify()
             if self.cold:  # under steady load the sizes get warm between batches, one at a time
                 self.cold = self.engine.warm_next()
         self.row["beat"] = time.monotonic()
+
+    def _wait_for_more(self) -> None:
+        """Let a batch that is not full wait. The wait is the first image's: it began when that was handed over, not now."""
+        due = float(self.memory.waiting_since[self.waiting[0]]) + self.batch_wait_s
+        while len(self.waiting) < self.max_batch_size and not self.stopping and (rest := due - time.monotonic()) > 0:
+            self._fetch(rest)
 
     def _fetch(self, timeout: float) -> None:
         """Move numbers from the pipe to the queue, waiting up to `timeout` seconds for the first."""

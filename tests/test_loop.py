@@ -296,3 +296,12 @@ def test_a_batch_does_not_wait_once_it_is_full_or_the_server_stops_or_the_time_i
     room.worker.step()
     for slot in range(6):
         room.assert_right(slot)
+
+
+def test_the_first_image_after_idleness_waits_for_others_too(make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = make_room(batch_wait_s=100.0, max_batch_size=4)
+    monkeypatch.setattr(room.worker, "poll", Poll(lambda: room.hand_over(0), lambda: room.hand_over(1, 2), lambda: room.hand_over(3)))
+    room.worker.step()
+    for slot in range(4):
+        room.assert_right(slot)
+    assert room.memory.workers[1]["batches"] == 1
