@@ -7,7 +7,7 @@ BIN := .venv/bin
 .PHONY: serve install test lint format bench clean
 .DELETE_ON_ERROR:
 
-serve: install $(CHECKPOINT)  ## serve CHECKPOINT on PORT
+serve: install $(filter checkpoints/%.safetensors,$(CHECKPOINT))  ## serve CHECKPOINT on PORT
 	@exec $(BIN)/python -m service --checkpoint $(CHECKPOINT) --port $(PORT)
 
 install: .venv/installed  ## the virtual environment with what serving and training need
@@ -36,12 +36,15 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+	@echo "installing into .venv; the first time PyTorch, several GB, takes minutes"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 .venv/installed-test: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@echo "installing into .venv what tests need; the first time PyTorch, several GB, takes minutes"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@ .venv/installed
 
-checkpoints/efficientnet_lite0.safetensors: | .venv/installed
-	$(BIN)/python -m models pull efficientnet_lite0
+# Only where there is no such file yet.
+checkpoints/%.safetensors: | .venv/installed
+	$(BIN)/python -m models pull $* --out $@
