@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def _torchvision(name: str) -> Pretrained:
     try:
         state = weights.get_state_dict(progress=True, check_hash=True, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
+        print(file=sys.stderr)  # ends the line in which torch says what it downloads
         raise PullError(
             f"can't download the weights of {name} from {weights.url} ({error}). Where the network forbids it, put the file "
             f"into {torch.hub.get_dir()}/checkpoints/, or `pull efficientnet_lite0`, which needs no network"
