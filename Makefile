@@ -1,14 +1,16 @@
 # Two commands: `make serve` and `make test`. Everything lives in .venv; nothing is installed elsewhere.
 PYTHON ?= python3
-PORT ?= 8000
-CHECKPOINT ?= checkpoints/efficientnet_lite0.safetensors
+DEFAULT := checkpoints/efficientnet_lite0.safetensors
+# Given here they win over SPYGLASS_PORT and SPYGLASS_CHECKPOINT in the environment, else those do.
+PORT ?=
+CHECKPOINT ?=
 BIN := .venv/bin
 
 .PHONY: serve install test lint format bench clean
 .DELETE_ON_ERROR:
 
-serve: install $(filter checkpoints/%.safetensors,$(CHECKPOINT))  ## serve CHECKPOINT on PORT
-	@exec $(BIN)/python -m service --checkpoint $(CHECKPOINT) --port $(PORT)
+serve: install $(filter checkpoints/%.safetensors,$(or $(CHECKPOINT),$(SPYGLASS_CHECKPOINT),$(DEFAULT)))  ## serve CHECKPOINT on PORT
+	@exec $(BIN)/python -m service $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT)) $(if $(PORT),--port $(PORT))
 
 install: .venv/installed  ## the virtual environment with what serving and training need
 
@@ -24,8 +26,8 @@ format: .venv/installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/installed-test $(CHECKPOINT)  ## this server beside LitServe's quickstart (needs wrk)
-	$(BIN)/python -m benchmarks.serving --checkpoint $(CHECKPOINT)
+bench: .venv/installed-test $(DEFAULT)  ## this server beside LitServe's quickstart, in about 5 minutes (needs wrk)
+	$(BIN)/python -m benchmarks.serving --checkpoint $(DEFAULT)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -10,12 +10,15 @@ it, warn about it, and refuse a good picture for a bad comment. Training and ser
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import re
 import struct
 import warnings
 import zlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,7 @@ from models import colour
 FORMATS = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "AVIF")  # always; HEIC where pillow-heif is installed
 
 MAX_BLOCKS = 100_000  # chunks of a PNG, blocks before a GIF's first frame, entries of a TIFF tag
+MAX_FAX_ROWS = 65_535  # of a fax-coded TIFF: each may cost the decoder a fault of its own
 MAX_SCANS = 100  # of a progressive JPEG: each costs a pass over the whole picture, and ten are usual
 
 _T = Image.Transpose
@@ -271,6 +275,9 @@ def _open_tiff(data: bytes, check: _Check) -> Image.Image:
     total = sum(_SIZES.get(kind, 0) * count for kind, count, _ in tags.values())
     if total > len(data) or any(count > MAX_BLOCKS and kind not in (1, 2, 7) for kind, count, _ in tags.values()):
         raise ValueError("tags that share their bytes, or too many values in one")
+    if tags.get(259, (0, 0, 1))[2] in (2, 3, 4) and tags[257][2] > MAX_FAX_ROWS:
+        raise ImageError("image_too_large", f"The fax-coded TIFF has {tags[257][2]} rows, the limit is {MAX_FAX_ROWS}. Save it as PNG.")
+    _silence_libtiff()
     # Pillow warns about tags that don't matter here; catch_warnings would not do, since other threads decode at the same time.
     if ("ignore", None, UserWarning, _QUIET, 0) not in warnings.filters:
         warnings.filterwarnings("ignore", category=UserWarning, module=_QUIET.pattern)
@@ -278,6 +285,15 @@ def _open_tiff(data: bytes, check: _Check) -> Image.Image:
     if max((tile.extents[3] for tile in image.tile if tile.extents), default=0) < tags[257][2]:
         raise ValueError("strips are missing")
     return image
+
+
+@cache
+def _silence_libtiff() -> None:
+    """libtiff prints a line to stderr for every broken row, millions for a hostile file; Pillow has no switch for it."""
+    for library in {word for word in Path("/proc/self/maps").read_text().split() if "/libtiff" in word}:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(library).TIFFSetErrorHandler(None)
+            ctypes.CDLL(library).TIFFSetWarningHandler(None)
 
 
 def _open_avif(data: bytes, check: _Check) -> Image.Image:

@@ -93,7 +93,7 @@ class FrontDoor:
             if not task.done():
                 job.given_up = True
                 self.memory.deadline[job.slot] = 0  # a worker that has not taken it need not
-                task.add_done_callback(_look)
+                task.add_done_callback(_note_exception)
 
     async def _acquire(self, deadline: float, gone: asyncio.Future[Any]) -> int:
         if self.free:
@@ -190,7 +190,7 @@ class FrontDoor:
         return None
 
 
-def _look(task: asyncio.Task[Answer]) -> None:
+def _note_exception(task: asyncio.Task[Answer]) -> None:
     """Nobody waits for this job any more: take note of its exception, so that asyncio does not report it as forgotten."""
     if not task.cancelled():
         task.exception()

@@ -234,4 +234,11 @@ def run_worker(api: ClassifierAPI, index: int, device: str) -> None:
     configure_logging(options.log_format, options.log_level)
     options.memory.workers["pid"][index] = os.getpid()
     api.index = index
-    inference_worker(api, device, index, None, _IdleTransport(), _Status(options, index), CallbackRunner(), False)
+    code = 1
+    try:
+        inference_worker(api, device, index, None, _IdleTransport(), _Status(options, index), CallbackRunner(), False)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        log.exception("worker %d ends", index)
+    os._exit(code)  # at once: taking torch apart can last seconds, and there is nothing left to save

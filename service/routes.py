@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 
 from models.checkpoint import Header
+from models.images import ImageError
 from service import envelope
 from service.bodies import image_bytes
 from service.frontdoor import ClientGone, FrontDoor, Pixels
@@ -81,7 +82,13 @@ class Service:
     def fill(self, body: bytes, content_type: str, pixels: Pixels) -> None:
         """Decode a request body into a slot. Runs in a decode thread."""
         max_pixels = int(self.settings.max_megapixels * 1e6)
-        pixels[:] = self.header.preprocessing.read(image_bytes(body, content_type), max_pixels=max_pixels)
+        try:
+            pixels[:] = self.header.preprocessing.read(image_bytes(body, content_type), max_pixels=max_pixels)
+        except ImageError as error:
+            if error.code == "image_corrupt" and content_type.startswith("application/x-www-form-urlencoded"):
+                # What `curl -d @file` sends, having dropped every line end.
+                raise ImageError(error.code, f"{error} With curl, send a file by --data-binary, not by -d.") from error
+            raise
 
     def deadline(self, request: Request, arrived: float) -> float:
         """When the answer must be out, in monotonic seconds: after timeout_s, or the client's shorter x-timeout-ms."""
@@ -158,6 +165,7 @@ _PREDICT_BODY = {
     openapi_extra=_PREDICT_BODY,
     dependencies=[Depends(_require_key)],
     summary="Classify one image",
+    tags=["classify"],
 )
 async def predict(
     request: Request,
@@ -186,18 +194,25 @@ async def predict(
             total=round((time.monotonic() - arrived) * 1e3, 3),
         ),
     )
-    return Response(response.model_dump_json(), media_type="application/json")
+    return Response(response.model_dump_json() + "\n", media_type="application/json")  # the line end: for people at a terminal
 
 
-@router.get("/livez", response_model=Health, summary="Whether the processes run")
+@router.get("/", include_in_schema=False)
+async def index() -> Response:
+    return RedirectResponse("/docs")
+
+
+@router.get("/livez", response_model=Health, summary="Whether the processes run", tags=["health"])
 async def livez(service: Annotated[Service, Depends(_service)]) -> Health:
     if (service.front_door.memory.workers["state"] == ProcessState.DEAD).any():
         raise ApiError("worker_failed", "a worker process died")
     return Health(status="alive")
 
 
-@router.get("/readyz", response_model=Health, responses={503: _ERRORS[503]}, summary="Whether every device classifies images")
-@router.get("/health", response_model=Health, responses={503: _ERRORS[503]}, summary="The same as /readyz")
+@router.get(
+    "/readyz", response_model=Health, responses={503: _ERRORS[503]}, summary="Whether every device classifies images", tags=["health"]
+)
+@router.get("/health", response_model=Health, responses={503: _ERRORS[503]}, summary="The same as /readyz", tags=["health"])
 async def readyz(service: Annotated[Service, Depends(_service)]) -> Health:
     problem = service.front_door.not_ready(service.settings.worker_timeout_s)
     if problem:
@@ -206,7 +221,12 @@ async def readyz(service: Annotated[Service, Depends(_service)]) -> Health:
 
 
 @router.get(
-    "/info", response_model=Info, dependencies=[Depends(_require_key)], responses={401: _ERRORS[401]}, summary="What is served, and how"
+    "/info",
+    response_model=Info,
+    dependencies=[Depends(_require_key)],
+    responses={401: _ERRORS[401]},
+    summary="What is served, and how",
+    tags=["health"],
 )
 async def info(service: Annotated[Service, Depends(_service)]) -> Info:
     header, settings, memory = service.header, service.settings, service.front_door.memory

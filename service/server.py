@@ -1,4 +1,9 @@
-"""The LitServer: makes the memory, starts workers and front doors, watches them all, drains, stops."""
+"""The LitServer: makes the memory, starts workers and front doors, watches them all, drains, stops.
+
+LitServe's part: the server class and its life cycle, the naming of devices, the API and loop classes, and the entry point of
+each worker process. Ours: the app and its routes, the processes, and all that passes between them; where LitServe would use a
+manager process and queues, workers and front doors share memory and wake each other by pipes.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,7 @@ from fastapi_offline import FastAPIOffline
 
 from models import checkpoint
 from service import routes
+from service.connection import Connection
 from service.frontdoor import FrontDoor
 from service.loop import ClassifierAPI, WorkerOptions, follow_parent, run_worker
 from service.settings import Settings, available_cpus, configure_logging
@@ -33,6 +39,7 @@ from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState
 log = logging.getLogger(__name__)
 
 START_LIMIT_S = 600.0  # a large model on a slow disk takes its time; a worker that hangs must not hang the start for ever
+_BACKLOG = 2048
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 _FIND_GPUS = """
@@ -85,7 +92,15 @@ def find_devices(wanted: str) -> list[str]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, stopped by the parent's word only."""
+    """uvicorn that says when it listens, and is stopped by the parent's word only."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_listening()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -117,7 +132,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         self.memory = Memory(self.layout)
         self.worker_pipes = [WakePipe() for _ in self.places]
         self.door_pipes = [WakePipe() for _ in range(doors)]
-        self.parent_pipe = WakePipe()
+        self.parent_pipe = WakePipe()  # its numbers mean nothing: they wake the parent, which looks at the tables
         options = WorkerOptions(
             memory=self.memory,
             pipes=self.worker_pipes,
@@ -152,10 +167,12 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """The life of one front door's event loop."""
         self.front_door.start(self._stop_uvicorn)
-        self.memory.doors["state"][self.front_door.index] = ProcessState.READY
-        self.parent_pipe.send([self.front_door.index])
         yield
         self.front_door.close()
+
+    def _listening(self) -> None:
+        self.memory.doors["state"][self.front_door.index] = ProcessState.READY
+        self.parent_pipe.send([self.front_door.index])
 
     def _stop_uvicorn(self) -> None:
         self.uvicorn.should_exit = True
@@ -169,12 +186,13 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             signal.signal(number, lambda *_: None)  # the number arrives in the pipe
         self.signal_pipe = wake_reader
 
-        # Bound before the model loads, so that a busy port is known at once; heard only once the front doors listen.
+        # Bound before the model loads, so that a busy port is known at once; listening only once there is a model to answer.
         with self._bind() as listener:
             try:
                 self._start_workers()
                 if not self._wait(lambda: bool((self.memory.workers["state"] == ProcessState.READY).all())):
                     return 0
+                self._listen(listener)
                 self._start_doors(listener)
                 if not self._wait(lambda: bool((self.memory.doors["state"] == ProcessState.READY).all())):
                     return 0
@@ -192,8 +210,17 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
         except OSError as error:
-            raise StartError(f"port: can't listen on {host} port {port}: {error.strerror}") from None
+            raise self._unusable(error) from None
         return listener
+
+    def _listen(self, listener: socket.socket) -> None:
+        try:
+            listener.listen(_BACKLOG)  # here, not only in the front doors: another server may have come first while the model loaded
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: OSError) -> StartError:
+        return StartError(f"port: can't listen on {self.settings.host} port {self.settings.port}: {error.strerror}")
 
     def _start_workers(self) -> None:
         # For the spawned workers only. OpenMP teams that wait by spinning take the cores from decoding; without any spin a light
@@ -237,15 +264,18 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         self.app.state.service = routes.Service(self.settings, self.header, self.front_door)
         config = uvicorn.Config(
             self.app,
+            http=Connection,
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(self.settings.drain_s),
+            backlog=_BACKLOG,
+            ws="none",
             ssl_certfile=self.settings.ssl_certfile,
             ssl_keyfile=self.settings.ssl_keyfile,
         )
-        self.uvicorn = _Uvicorn(config)
+        self.uvicorn = _Uvicorn(config, self._listening)
         self.uvicorn.run(sockets=[listener])
 
     def _wait(self, done: Callable[[], bool]) -> bool:
@@ -280,7 +310,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             log.info("%s: %s", row["device"].decode(), row["why"].decode(errors="replace"))
         workers = f"{len(self.places)} worker{'s' if len(self.places) > 1 else ''} on {', '.join(dict.fromkeys(self.places))}"
         log.info("serving %s (version %s), %s, at %s", self.header.name, self.header.version, workers, url)
-        example = Path("examples/cat.jpg")
+        if not self.settings.keys and self.settings.host not in ("127.0.0.1", "::1", "localhost"):
+            log.info("listening on %s: whoever reaches this port may ask, no key is needed (host, api_keys)", self.settings.host)
+        example = Path("examples/coffee.jpg")
         log.info("try: curl --data-binary @%s %s/predict", example if example.exists() else "photograph.jpg", url)
 
     def _watch(self) -> int:
@@ -321,8 +353,14 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
                 pipe.send([STOP])
             end = time.monotonic() + limit
             for process in processes:
-                process.join(max(0.0, end - time.monotonic()))
+                process.join(max(0.0, end - time.monotonic()) if self._hears(process) else 0)
                 if process.exitcode is None:
-                    log.warning("%s did not end in time and is killed", process.name)
+                    if self._hears(process):
+                        log.warning("%s did not end in time and is killed", process.name)
                     process.kill()
                     process.join()
+        log.info("stopped")
+
+    def _hears(self, process: BaseProcess) -> bool:
+        """Whether it reads its pipe: a worker does not while it still loads its model, and holds nothing yet either."""
+        return process in self.doors or bool(self.memory.workers["state"][self.workers.index(process)] == ProcessState.READY)

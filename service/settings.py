@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pydantic_settings
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -100,9 +101,17 @@ def _split(value: str) -> tuple[str, ...]:
 
 
 def read(arguments: list[str]) -> Settings:
-    """Settings from the command line and the environment. Raises SettingsError; `--help` and unknown arguments exit."""
+    """Settings from the command line and the environment. Raises SettingsError; `--help` prints and exits."""
     try:
-        return Settings(_cli_parse_args=arguments)  # type: ignore[call-arg]  # an option of BaseSettings' constructor
+        # Options of BaseSettings' constructor, which its type leaves out.
+        return Settings(_cli_parse_args=arguments, _cli_exit_on_error=False)  # type: ignore[call-arg]
+    except pydantic_settings.SettingsError as error:
+        message = str(error).removeprefix("error parsing CLI: ")
+        flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+        unknown = next((word.partition("=")[0] for word in arguments if word.startswith("--") and word.partition("=")[0] not in flags), "")
+        close = difflib.get_close_matches(unknown, flags, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists them all"
+        raise SettingsError(f"{message}; {hint}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")
@@ -166,6 +175,6 @@ def configure_logging(log_format: str, log_level: str) -> None:
     for name in ("litserve", "uvicorn", "uvicorn.error", "uvicorn.access"):  # their own handlers would print a second time
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
-    for name in ("uvicorn", "uvicorn.error"):  # "Started server process" and so on: the parent says it better, once
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("uvicorn", "uvicorn.error"):  # each start, and each client whose bytes are not HTTP, would be a line
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what clients send wrong; we answer that with a 400

@@ -14,7 +14,20 @@ ROOT = Path(__file__).parent.parent
 # In this order: a file imports only files to its left.
 ORDER = {
     "models": ["colour", "images", "preprocessing", "architectures", "checkpoint", "export", "pretrained", "__main__"],
-    "service": ["settings", "schemas", "bodies", "slots", "engine", "loop", "frontdoor", "envelope", "routes", "server", "__main__"],
+    "service": [
+        "settings",
+        "schemas",
+        "bodies",
+        "slots",
+        "engine",
+        "loop",
+        "frontdoor",
+        "envelope",
+        "routes",
+        "connection",
+        "server",
+        "__main__",
+    ],
 }
 OF_MODELS_FOR_SERVICE = {"checkpoint", "images", "preprocessing", "architectures"}
 

@@ -151,6 +151,18 @@ def test_a_bad_top_k_is_a_bad_request(tiny_server: Server, top_k: str) -> None:
     assert "top_k" in answer.text
 
 
+def test_what_curl_d_made_of_a_file_gets_the_right_hint(tiny_server: Server) -> None:
+    photograph = (EXAMPLES / "cat.jpg").read_bytes().replace(b"\n", b"").replace(b"\r", b"")
+    answer = tiny_server.post(photograph, headers={"content-type": "application/x-www-form-urlencoded"})
+    assert error_code(answer) == (422, "image_corrupt")
+    assert "--data-binary" in answer.text
+    assert "--data-binary" not in tiny_server.post(photograph).text
+
+
+def test_the_root_leads_to_the_documentation(tiny_server: Server) -> None:
+    assert tiny_server.get("/", allow_redirects=False).headers["location"] == "/docs"
+
+
 def test_unknown_routes_and_methods(tiny_server: Server) -> None:
     assert error_code(tiny_server.get("/nowhere")) == (404, "not_found")
     answer = tiny_server.get("/predict")

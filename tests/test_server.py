@@ -160,6 +160,20 @@ def test_a_port_in_use_ends_the_start_at_once(tiny: Path, start_server: StartSer
     assert "Address already in use" in line
 
 
+def test_of_two_servers_that_load_for_one_port_the_later_says_so(tiny: Path, start_server: StartServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    servers = [start_server(tiny, "--port", port, until="loading") for _ in range(2)]
+    lines = [server.wait_for_log(" at http") for server in servers]
+    assert sum(line is not None for line in lines) == 1
+    assert "Address already in use" in refused(servers[lines.index(None)])
+
+
+def test_it_answers_from_the_moment_it_says_that_it_serves(tiny: Path, start_server: StartServer) -> None:
+    for _ in range(3):
+        assert start_server(tiny).get("/readyz").status_code == 200
+
+
 def test_a_wrong_setting_ends_the_start_with_exit_code_2(tiny: Path, start_server: StartServer) -> None:
     server = start_server(tiny, "--max-batch-size", "none")
     assert server.wait(30) == 2

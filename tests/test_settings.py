@@ -136,11 +136,19 @@ def test_the_values_that_a_wrong_one_is_near_to_are_allowed() -> None:
     assert read(["--ssl-certfile", __file__, "--ssl-keyfile", __file__]).ssl_keyfile == Path(__file__)
 
 
-def test_an_unknown_argument_ends_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        read(["--max-batchsize", "8"])
-    assert caught.value.code == 2
-    assert "--max-batchsize" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-batchsize", "8"], "unrecognized arguments: --max-batchsize 8; did you mean --max-batch-size?"),
+        (["--xyzzy=8"], "unrecognized arguments: --xyzzy=8; --help lists them all"),
+        (["serve"], "unrecognized arguments: serve; --help lists them all"),
+        (["--port"], "argument --port: expected one argument; --help lists them all"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_with_the_closest_right_one(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read(arguments)
+    assert str(caught.value) == message
 
 
 def test_help_names_every_setting_and_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:

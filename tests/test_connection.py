@@ -1,0 +1,97 @@
+"""What comes before a request's body is bounded in bytes and time; what is not HTTP gets our error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterable
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from service import connection
+from service.connection import Connection
+
+
+async def _hello(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive()).get("more_body", False):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+def talk(pieces: Iterable[bytes], *, rest: float = 0) -> bytes:
+    """Send pieces to a server of one small app, then read until it closes the connection."""
+
+    async def run() -> bytes:
+        server = uvicorn.Server(uvicorn.Config(_hello, http=Connection, lifespan="off", log_config=None, ws="none", loop="asyncio"))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server.serve([listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            try:
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(rest)
+            except ConnectionError:
+                pass  # closed while we still sent: what it said before is what counts
+            try:
+                answer = await asyncio.wait_for(reader.read(), 20)
+            except ConnectionError:
+                answer = b"reset"
+            writer.close()
+            server.should_exit = True
+            await serving
+            return answer
+
+    return asyncio.run(run())
+
+
+def test_a_usual_request_is_answered_and_the_connection_kept_until_told() -> None:
+    get = b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 60_000 + b"\r\n\r\n"
+    answer = talk([get, get.replace(b"Host", b"Connection: close\r\nHost")], rest=0.05)
+    assert answer.count(b"hello") == 2
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [b"X-A: " + b"a" * 100_000, b"X-A: b\r\n" * 20_000, b"X-A: b\r\n" * 20_000 + b"\r\n"],
+    ids=["one header", "many headers", "many headers that end"],
+)
+def test_an_endless_head_is_refused(flood: bytes) -> None:
+    start = b"GET / HTTP/1.1\r\nHost: x\r\n"
+    answer = talk([start, *(flood[at : at + 8192] for at in range(0, len(flood), 8192))])
+    assert answer.startswith(b"HTTP/1.1 400") or answer == b"reset"
+    assert b"hello" not in answer
+
+
+def test_endless_trailers_are_refused() -> None:
+    start = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    answer = talk([start, *[b"X-A: b\r\n" * 1000] * 20])
+    assert answer.startswith(b"HTTP/1.1 400") or answer == b"reset"
+    assert b"hello" not in answer
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half a head"])
+def test_a_head_that_does_not_come_closes_the_connection(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.2)
+    begun = time.monotonic()
+    assert talk([first]) == b""
+    assert time.monotonic() - begun < 10
+
+
+def test_a_slow_answer_is_not_taken_for_a_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.2)
+    whole = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
+    assert b"hello" in talk([whole, b"a", b"b"], rest=0.3)
+
+
+def test_what_is_not_http_gets_our_error_body() -> None:
+    answer = talk([b"\x16\x03\x01 this is no HTTP\r\n\r\n"])
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert error["code"] == "bad_request"
+    assert b"x-request-id: " + error["request_id"].encode() in head
