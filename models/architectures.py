@@ -45,7 +45,7 @@ def _build_timm(name: str, num_classes: int, image_size: int) -> nn.Module:
     options: dict[str, Any] = {"img_size": image_size} if config is not None and config.fixed_input_size else {}
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **options)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, RuntimeError) as error:
         raise ValueError(f"timm:{name} can't be built for {image_size} x {image_size} pixels: {' '.join(str(error).split())}") from error
     return model.eval()
 

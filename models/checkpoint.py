@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,8 @@ def read_header(path: Path) -> Header:
 
     Raises CheckpointError.
     """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(path, "file", "not a regular file")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -103,11 +106,11 @@ def _parse_header(document: Any, path: Path) -> Header:
     need(not fields - document.keys(), ", ".join(sorted(fields - document.keys())), "missing from the header")
     need(not document.keys() - fields, ", ".join(sorted(document.keys() - fields)), f"not a field of format {FORMAT}")
     for name in ("name", "version", "architecture"):
-        need(isinstance(document[name], str) and document[name] != "", name, "must be a text that is not empty")
+        need(_is_text(document[name]), name, "must be a text that is not empty")
     labels = document["labels"]
-    need(isinstance(labels, list) and all(isinstance(label, str) and label for label in labels), "labels", "must be a list of texts")
+    need(isinstance(labels, list) and all(map(_is_text, labels)), "labels", "must be a list of texts that are not empty")
     need(len(labels) >= 2, "labels", f"a classifier needs at least two labels, there is {len(labels)}")
-    twice = sorted({label for label in labels if labels.count(label) > 1}) if len(set(labels)) < len(labels) else []
+    twice = sorted(label for label, count in Counter(labels).items() if count > 1)
     need(not twice, "labels", f"each label must be there once; more than once: {', '.join(map(repr, twice[:5]))}")
     temperature = document["temperature"]
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
@@ -120,6 +123,13 @@ def _parse_header(document: Any, path: Path) -> Header:
         raise CheckpointError(path, "preprocessing", str(error)) from None
     values = {name: document[name] for name in Header.__dataclass_fields__}
     return Header(**{**values, "labels": tuple(labels), "preprocessing": preprocessing, "temperature": float(temperature)})
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() != b""
+    except UnicodeEncodeError:  # a lone surrogate, which no JSON answer can carry
+        return False
 
 
 def load(path: Path) -> Checkpoint:

@@ -38,7 +38,7 @@ from models import colour
 FORMATS = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "AVIF")  # always; HEIC where pillow-heif is installed
 
 MAX_BLOCKS = 100_000  # chunks of a PNG, blocks before a GIF's first frame, entries of a TIFF tag
-MAX_FAX_ROWS = 65_535  # of a fax-coded TIFF: each may cost the decoder a fault of its own
+MAX_SIDE = 65_535  # as in JPEG: Pillow needs far more memory and time for each row than for each pixel
 MAX_SCANS = 100  # of a progressive JPEG: each costs a pass over the whole picture, and ten are usual
 
 _T = Image.Transpose
@@ -72,6 +72,10 @@ def decode(
     """
 
     def check(size: tuple[int, int]) -> None:
+        if max(size) > MAX_SIDE:
+            raise ImageError(
+                "image_too_large", f"The image has {size[0]} x {size[1]} pixels, the limit is {MAX_SIDE} a side. Send a smaller one."
+            )
         if size[0] * size[1] > max_pixels:
             limit = f"the limit is {max_pixels / 1e6:g} megapixels. Send a smaller one."
             raise ImageError("image_too_large", f"The image has {size[0]} x {size[1]} pixels, {limit}")
@@ -203,8 +207,13 @@ def _open_png(data: bytes, check: _Check) -> Image.Image:
             # Pillow keeps the high bytes only, too few to find the one transparent colour: the other byte order gives the low ones.
             low = PngImagePlugin.PngImageFile(io.BytesIO(stream))
             low.tile = [tile._replace(args="RGB;16L") for tile in low.tile]
-            hit = np.all((np.asarray(image) == [k >> 8 for k in key]) & (np.asarray(low) == [k & 255 for k in key]), axis=2)
-            image.putalpha(Image.fromarray(np.where(hit, 0, 255).astype(np.uint8)))
+            alpha = Image.new("L", image.size, 255)
+            for top in range(0, image.height, 256):  # in bands: numpy needs many bytes for each pixel
+                box = (0, top, image.width, min(top + 256, image.height))
+                high_hit = np.asarray(image.crop(box)) == [k >> 8 for k in key]
+                hit = np.all(high_hit & (np.asarray(low.crop(box)) == [k & 255 for k in key]), axis=2)
+                alpha.paste(0, box, Image.fromarray(hit.astype(np.uint8) * 255))
+            image.putalpha(alpha)
     image.info |= info
     return image
 
@@ -275,8 +284,6 @@ def _open_tiff(data: bytes, check: _Check) -> Image.Image:
     total = sum(_SIZES.get(kind, 0) * count for kind, count, _ in tags.values())
     if total > len(data) or any(count > MAX_BLOCKS and kind not in (1, 2, 7) for kind, count, _ in tags.values()):
         raise ValueError("tags that share their bytes, or too many values in one")
-    if tags.get(259, (0, 0, 1))[2] in (2, 3, 4) and tags[257][2] > MAX_FAX_ROWS:
-        raise ImageError("image_too_large", f"The fax-coded TIFF has {tags[257][2]} rows, the limit is {MAX_FAX_ROWS}. Save it as PNG.")
     _silence_libtiff()
     # Pillow warns about tags that don't matter here; catch_warnings would not do, since other threads decode at the same time.
     if ("ignore", None, UserWarning, _QUIET, 0) not in warnings.filters:

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         return SpyglassServer(settings).run()
-    except (CheckpointError, StartError) as error:
+    except (CheckpointError, StartError, OSError) as error:  # OSError: out of memory or descriptors
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -11,6 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from service.schemas import ApiError, PredictRequest
 
+_MAX_PARTS = 100  # each costs far more than its bytes
 _SPACES = str.maketrans("", "", "\r\n\t")
 # URL-safe base64 written as plain; and a plus sign that somebody's URL decoding turned into a space.
 _ALPHABET = str.maketrans("-_ ", "+/+")
@@ -76,6 +77,11 @@ def _from_multipart(body: bytes, content_type: str) -> bytes:
     parts: list[_Part] = []
     ended = False
 
+    def begin() -> None:
+        if len(parts) == _MAX_PARTS:
+            raise ApiError("bad_request", f"the multipart body has over {_MAX_PARTS} parts; send one file")
+        parts.append(_Part())
+
     def name(data: bytes, start: int, end: int) -> None:
         parts[-1].name += data[start:end]
 
@@ -98,7 +104,7 @@ def _from_multipart(body: bytes, content_type: str) -> bytes:
         parser = MultipartParser(
             boundary,
             {
-                "on_part_begin": lambda: parts.append(_Part()),
+                "on_part_begin": begin,
                 "on_header_field": name,
                 "on_header_value": value,
                 "on_header_end": header_end,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.schemas import ErrorBody, ErrorDetail
@@ -29,9 +30,15 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         if self._head is not None:
             self._head += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self._head is not None and self._head > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request line and headers are over {HEAD_BYTES} bytes.")
 
@@ -49,7 +56,28 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end()
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _decline(self, rest: bytes) -> None:
+        """Take a request that offers another protocol (`curl --http2` and some HTTP libraries do) as if it had not.
+
+        The parser stops at such an offer and drops the body; so a new one is given the head again, without the offer.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("This is no proxy.")
+            return
+        fields = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection", b"http2-settings")]
+        if not self.parser.should_keep_alive():
+            fields.append((b"connection", b"close"))
+        head = b"%s %s HTTP/%s\r\n" % (method, self.url, self.parser.get_http_version().encode())
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(head + b"".join(b"%s: %s\r\n" % field for field in fields) + b"\r\n" + rest)
 
     def _begin(self) -> None:
         self._head = 0

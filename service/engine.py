@@ -74,7 +74,7 @@ class Engine:
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         self.sizes = batch_sizes(max_batch_size)
-        self._golden_pixels = checkpoint.golden_pixels
+        self._golden_pixels = checkpoint.golden_pixels.clone()  # out of the mapped file, which somebody may cut short
         self._golden = (checkpoint.golden_logits / self.header.temperature).softmax(1)
         self._staging: torch.Tensor | None = None
         self.transfer = "shared memory"

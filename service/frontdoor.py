@@ -46,7 +46,8 @@ class ClientGone(Exception):
 
 class _Job:
     def __init__(self, slot: int, fill: Callable[[Pixels], None], deadline: float) -> None:
-        self.slot, self.fill, self.deadline = slot, fill, deadline
+        self.slot, self.deadline = slot, deadline
+        self.fill: Callable[[Pixels], None] | None = fill
         self.begun = time.monotonic()
         self.given_up = False
         self.decode_s = 0.0
@@ -92,6 +93,7 @@ class FrontDoor:
         finally:
             if not task.done():
                 job.given_up = True
+                job.fill = None  # with the body that it holds
                 self.memory.deadline[job.slot] = 0  # a worker that has not taken it need not
                 task.add_done_callback(_note_exception)
 
@@ -146,10 +148,11 @@ class FrontDoor:
             self._release(slot)
 
     def _decode(self, job: _Job) -> None:
-        if job.given_up:
+        fill, job.fill = job.fill, None
+        if fill is None:
             return
         begun = time.monotonic()
-        job.fill(self.memory.pixels[job.slot])
+        fill(self.memory.pixels[job.slot])
         job.decode_s = time.monotonic() - begun
 
     def _hand_over(self, job: _Job) -> None:

@@ -19,6 +19,7 @@ from litserve.loops import LitLoop, inference_worker
 from litserve.transport.base import MessageTransport
 from litserve.utils import WorkerSetupStatus
 
+from models.checkpoint import Header
 from service.settings import configure_logging
 from service.slots import STOP, Failure, Memory, ProcessState, SlotState, WakePipe
 
@@ -51,6 +52,7 @@ class WorkerOptions:
     parent_pipe: WakePipe
     parent: int
     checkpoint: Path
+    header: Header  # as the parent read it: what the front doors answer by
     precision: str
     max_batch_size: int
     batch_wait_s: float
@@ -185,6 +187,8 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
             torch.set_num_threads(self.options.threads)
             try:
                 loaded = checkpoint.load(self.options.checkpoint)
+                if loaded.header != self.options.header:
+                    raise checkpoint.CheckpointError(self.options.checkpoint, "file", "replaced while the server started; start again")
                 engine = Engine(loaded, device, precision=self.options.precision, max_batch_size=self.options.max_batch_size)
             except (checkpoint.CheckpointError, EngineError) as error:
                 row["reason"] = str(error).encode()[:1000]

@@ -52,8 +52,8 @@ class Service:
     async def read_body(self, request: Request, deadline: float) -> bytes:
         """The whole body, never more than the limits. The caller takes its length off `inflight` when done with it."""
         too_large = ApiError("body_too_large", f"the body is over {self.settings.max_body_mb:g} MB; send a smaller image (max_body_mb)")
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.body_limit:
+        declared = request.headers.get("content-length", "").lstrip("0")
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self.body_limit):
             raise too_large
         chunks: list[bytes] = []
         size = 0
@@ -255,6 +255,6 @@ async def info(service: Annotated[Service, Depends(_service)]) -> Info:
 def assemble(app: FastAPI, settings: Settings) -> None:
     """Put routes, error handling and middleware onto `app`."""
     app.include_router(router)
-    envelope.wrap(app)
     if settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+    envelope.wrap(app)  # last, and so outermost

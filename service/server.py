@@ -14,11 +14,13 @@ import multiprocessing
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -91,6 +93,16 @@ def find_devices(wanted: str) -> list[str]:
     return [f"cuda:{index}" for index in dict.fromkeys(indices)]
 
 
+def _check_certificate(settings: Settings) -> None:
+    """A certificate that can't be used must not be found out only after the model is loaded. Raises StartError."""
+    if settings.ssl_certfile:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")  # never ask a terminal
+        except OSError as error:  # SSLError is one
+            raise StartError(f"ssl_certfile, ssl_keyfile: {settings.ssl_certfile} and {settings.ssl_keyfile}: {error}") from None
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn that says when it listens, and is stopped by the parent's word only."""
 
@@ -114,6 +126,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         """Read what is needed to know that serving is possible. Raises CheckpointError and StartError."""
         self.settings = settings
         self.header = checkpoint.read_header(settings.checkpoint)
+        _check_certificate(settings)
         device_names = find_devices(settings.device)
         cuda = device_names != ["cpu"]
         self.places = [device for _ in range(settings.workers_per_device) for device in device_names]
@@ -140,6 +153,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             parent_pipe=self.parent_pipe,
             parent=os.getpid(),
             checkpoint=settings.checkpoint,
+            header=self.header,
             precision=settings.precision,
             max_batch_size=settings.max_batch_size,
             batch_wait_s=settings.batch_wait_ms / 1000,
@@ -155,7 +169,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             timeout=False,
         )
         # In LitServe's place: its app comes with routes before the key, gzip, and documentation from a foreign host.
-        self.app = FastAPIOffline(title="Spyglass", version=routes.API_VERSION, redoc_url=None, lifespan=self.lifespan)
+        self.app = FastAPIOffline(
+            title="Spyglass", version=routes.API_VERSION, redoc_url=None, redirect_slashes=False, lifespan=self.lifespan
+        )
         routes.assemble(self.app, settings)
         self.workers: list[BaseProcess] = []
         self.doors: list[BaseProcess] = []
@@ -209,7 +225,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise self._unusable(error) from None
         return listener
 
@@ -219,8 +235,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         except OSError as error:
             raise self._unusable(error) from None
 
-    def _unusable(self, error: OSError) -> StartError:
-        return StartError(f"port: can't listen on {self.settings.host} port {self.settings.port}: {error.strerror}")
+    def _unusable(self, error: OSError | UnicodeError) -> StartError:
+        why = error.strerror if isinstance(error, OSError) else error
+        return StartError(f"host, port: can't listen on {self.settings.host} port {self.settings.port}: {why}")
 
     def _start_workers(self) -> None:
         # For the spawned workers only. OpenMP teams that wait by spinning take the cores from decoding; without any spin a light
@@ -233,7 +250,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 28))
         log.info("loading %s on %s", self.settings.checkpoint, ", ".join(self.places))
         context = multiprocessing.get_context("spawn")
-        # Blocked until each child ignores them: a Ctrl-C in a terminal reaches the whole process group.
+        # Blocked until each child ignores them: a Ctrl-C in a terminal reaches the whole process group. The tracker, which a first
+        # spawn starts, would unblock them on its way.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             for index, device in enumerate(self.places):
@@ -285,11 +304,11 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             processes = [*self.workers, *self.doors]
             wait([self.signal_pipe, self.parent_pipe.reader, *(process.sentinel for process in processes)], limit - time.monotonic())
             self.parent_pipe.receive()
+            if wait([self.signal_pipe], 0):
+                return False
             for process in processes:
                 if process.exitcode is not None:
                     raise StartError(f"{process.name} died before it was ready: {self._reason(process)}")
-            if wait([self.signal_pipe], 0):
-                return False
             if time.monotonic() > limit:
                 raise StartError(f"not ready after {START_LIMIT_S:.0f} s")
         return True

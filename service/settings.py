@@ -29,18 +29,18 @@ def _device(value: str) -> str:
     return value
 
 
-def _auto_or_positive(value: str) -> str:
-    if value != "auto" and not (value.isdecimal() and int(value) >= 1):
-        raise ValueError("allowed are auto and whole numbers from 1")
-    return value
+def _auto_or_up_to(limit: int) -> AfterValidator:
+    def check(value: str) -> str:
+        if value != "auto" and not (re.fullmatch(r"[0-9]{1,9}", value) and 1 <= int(value) <= limit):
+            raise ValueError(f"allowed are auto and whole numbers from 1 to {limit}")
+        return value
+
+    return AfterValidator(check)
 
 
 def _port(value: object) -> object:
     # Kubernetes sets SPYGLASS_PORT=tcp://10.0.0.1:80 in pods beside a Service named spyglass; it is not meant for us.
     return _DEFAULT_PORT if isinstance(value, str) and value.startswith("tcp://") else value
-
-
-AutoOrPositive = Annotated[str, AfterValidator(_auto_or_positive)]
 
 
 class Settings(BaseSettings):
@@ -58,9 +58,9 @@ class Settings(BaseSettings):
     precision: Literal["auto", "fp16", "bf16", "fp32"] = Field("auto", description="auto takes the fastest that the golden samples allow")
     max_batch_size: int = Field(32, ge=1, le=1024, description="images that one forward takes at most")
     batch_wait_ms: float = Field(0, ge=0, le=1000, description="how long a batch that is not full waits, from its first image on")
-    slots: AutoOrPositive = Field("auto", description="images in flight at most")
-    decode_threads: AutoOrPositive = Field("auto", description="threads that decode images, in each front door")
-    api_servers: AutoOrPositive = Field("auto", description="front doors: processes that speak HTTP")
+    slots: Annotated[str, _auto_or_up_to(100_000)] = Field("auto", description="images in flight at most")
+    decode_threads: Annotated[str, _auto_or_up_to(256)] = Field("auto", description="threads that decode images, in each front door")
+    api_servers: Annotated[str, _auto_or_up_to(256)] = Field("auto", description="front doors: processes that speak HTTP")
     timeout_s: float = Field(10, gt=0, le=3600, description="deadline of a request, counted from its arrival, queue included")
     worker_timeout_s: float = Field(20, gt=0, le=3600, description="a worker silent for longer is not ready")
     drain_s: float = Field(20, ge=0, le=3600, description="how long a stop waits for requests in flight")
@@ -85,6 +85,8 @@ class Settings(BaseSettings):
                 raise ValueError(f"{name}: {file} is not a readable file")
         if self.max_inflight_mb < self.max_body_mb:
             raise ValueError(f"max_inflight_mb: {self.max_inflight_mb} is less than max_body_mb {self.max_body_mb}")
+        if self.api_keys.get_secret_value() and not self.keys:
+            raise ValueError("api_keys: there is no key in it; leave it empty to need none")
         return self
 
     @property
@@ -151,6 +153,13 @@ def available_cpus() -> int:
     return cpus
 
 
+class _TextFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        # A client chooses paths and ids: their line ends must not begin a line that looks like ours.
+        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        return super().formatMessage(record)
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -170,7 +179,7 @@ def configure_logging(log_format: str, log_level: str) -> None:
     if log_format == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(processName)s: %(message)s"))
+        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)s %(processName)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
     for name in ("litserve", "uvicorn", "uvicorn.error", "uvicorn.access"):  # their own handlers would print a second time
         logging.getLogger(name).handlers.clear()

@@ -152,7 +152,7 @@ def test_a_wrong_header_is_refused_by_field(tiny: Path, tmp_path: Path, change: 
         (b"", "file: not a readable safetensors file"),
         (b"\xff\xd8\xff\xe0 a photograph, perhaps", "file: not a readable safetensors file"),
         (struct.pack("<Q", 2**60) + b"{}", "file: not a readable safetensors file"),
-        (safetensors.torch.save({"weight": torch.zeros(2)}), "spyglass: not in the safetensors header; `python -m models export`"),
+        (safetensors.torch.save({"weight": torch.zeros(2)}), "spyglass: not in the safetensors header: plain weights"),
         (safetensors.torch.save({"weight": torch.zeros(2)}, metadata={"spyglass": "{"}), "spyglass: not valid JSON"),
         (safetensors.torch.save({"weight": torch.zeros(2)}, metadata={"spyglass": "[]"}), "spyglass: not a JSON object"),
         (safetensors.torch.save({"weight": torch.zeros(2)}, metadata={"spyglass": "[" * 100_000}), "spyglass: not valid JSON"),
@@ -171,8 +171,10 @@ def test_a_file_cut_off_anywhere_is_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused_and_the_remedy_named(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "none.safetensors").startswith("file: no such file; `python -m models pull efficientnet_lite0`")
-    assert refusal(tmp_path).startswith("file: ")  # a folder
+    assert refusal(tmp_path / "none.safetensors").startswith("file: no such file; `.venv/bin/python -m models pull efficientnet_lite0`")
+    assert refusal(tmp_path).startswith("file: not a regular file")
+    os.mkfifo(tmp_path / "pipe.safetensors")  # opening it would wait for ever
+    assert refusal(tmp_path / "pipe.safetensors").startswith("file: not a regular file")
 
 
 class Payload:

@@ -17,10 +17,13 @@ from service.connection import Connection
 
 
 async def _hello(scope: Scope, receive: Receive, send: Send) -> None:
-    while (await receive()).get("more_body", False):
-        pass
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
-    await send({"type": "http.response.body", "body": b"hello"})
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    answer = b"hello" + body
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
 
 
 def talk(pieces: Iterable[bytes], *, rest: float = 0) -> bytes:
@@ -95,3 +98,20 @@ def test_what_is_not_http_gets_our_error_body() -> None:
     error = json.loads(body)["error"]
     assert error["code"] == "bad_request"
     assert b"x-request-id: " + error["request_id"].encode() in head
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("cut", [1000, 30], ids=["at once", "in pieces"])
+def test_an_offer_of_another_protocol_is_passed_over(offer: bytes, cut: int) -> None:
+    request = (
+        b"POST /x HTTP/1.1\r\nHost: x\r\nUpgrade: %s\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+        b"Content-Length: 9\r\n\r\n the body" % offer
+    )
+    last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = talk([*(request[at : at + cut] for at in range(0, len(request), cut)), last], rest=0.01)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert b"hello the body" in answer
+
+
+def test_connect_is_refused() -> None:
+    assert talk([b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n"]).startswith(b"HTTP/1.1 400")

@@ -40,6 +40,7 @@ class Room:
             parent_pipe=self.parent_pipe,
             parent=os.getpid(),
             checkpoint=tiny,
+            header=self.checkpoint.header,
             precision="fp32",
             max_batch_size=max_batch_size,
             batch_wait_s=batch_wait_s,
