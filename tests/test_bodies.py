@@ -155,3 +155,9 @@ def test_random_bodies_give_bytes_or_a_bad_request_and_nothing_else() -> None:
             outcomes[error.code] += 1
     assert outcomes.keys() == {"bytes", "bad_request"}
     assert min(outcomes.values()) > 500
+
+
+def test_more_parts_than_any_form_has_are_refused_early() -> None:
+    part = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n'
+    with pytest.raises(ApiError, match="over 100 parts"):
+        image_bytes(part * 100_000 + b"--b--\r\n", "multipart/form-data; boundary=b")

@@ -123,6 +123,9 @@ def test_wrong_tensors_are_refused_by_name(tiny: Path, tmp_path: Path, change: C
         (lambda h: h["labels"].__setitem__(9, "label 3"), "labels: each label must be there once; more than once: 'label 3'"),
         (lambda h: h["labels"].__setitem__(9, ""), "labels: must be a list of texts"),
         (lambda h: h["labels"].__setitem__(9, 9), "labels: must be a list of texts"),
+        (lambda h: h["labels"].__setitem__(9, "\ud800"), "labels: must be a list of texts"),  # no JSON answer could carry it
+        (lambda h: h.update(name="\ud800"), "name: must be a text"),
+        (lambda h: h.update(labels=[*map(str, range(100_000)), "7"]), "labels: each label must be there once; more than once: '7'"),
         (lambda h: h.update(labels="ten labels"), "labels: must be a list of texts"),
         (lambda h: h.update(labels=["only"]), "labels: a classifier needs at least two labels, there is 1"),
         (lambda h: h.update(labels=[]), "labels: a classifier needs at least two labels, there is 0"),

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -390,3 +391,36 @@ def test_not_ready_names_the_first_reason() -> None:
         assert door.not_ready(5) == ("draining", "the server is stopping")
 
     on_a_loop(test)
+
+
+def test_a_request_that_gives_up_before_its_decoding_lets_go_of_its_body() -> None:
+    async def run() -> None:
+        memory = Memory(Layout(slots=4, crop=32, classes=10, workers=1, doors=1))
+        door = FrontDoor(memory, 0, [WakePipe()], WakePipe(), decode_threads=1)
+        door.start(lambda: None)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def slow(pixels: Pixels) -> None:
+            begun.set()
+            go_on.wait(30)
+
+        class Body:
+            def __call__(self, pixels: Pixels) -> None: ...
+
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        first = asyncio.ensure_future(door.classify(slow, time.monotonic() + 60, gone))
+        await asyncio.to_thread(begun.wait, 30)
+        body = Body()
+        seen = weakref.ref(body)
+        with pytest.raises(ApiError, match="deadline"):
+            await door.classify(body, time.monotonic() + 0.05, gone)
+        del body
+        gc.collect()
+        assert seen() is None  # though its job still waits for the one decode thread
+        go_on.set()
+        gone.set_result(None)
+        with pytest.raises(ClientGone):
+            await first
+        door.close()
+
+    asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import resource
@@ -565,3 +566,15 @@ def test_warnings_of_pillow_stay_inside() -> None:
     data = save(photo(), "TIFF", tiffinfo={305: "x" * 99})
     at = data.index(struct.pack("<HHL", 305, 2, 100)) + 8
     assert decode(patched(data, at, "<L", len(data) - 3)).size == (96, 64)  # the tag's text would end after the file
+
+
+def test_a_hostile_fax_tiff_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    body = bytes((i * 37 + 11) & 255 for i in range(20_000))
+    tags = ((256, 4, 1, 8), (257, 4, 1, 60_000), (258, 3, 1, 1), (259, 3, 1, 3), (262, 3, 1, 0), (273, 4, 1, 134), (277, 3, 1, 1))
+    with contextlib.suppress(ImageError):
+        decode(tiff(*tags, (278, 4, 1, 60_000), (279, 4, 1, len(body)), (292, 4, 1, 0), body=body))
+    assert capfd.readouterr().err == ""
+
+
+def test_no_side_may_be_longer_than_a_jpegs() -> None:
+    assert "65535 a side" in str(refused(patched(save(photo((8, 8)), "BMP"), 18, "<ii", 1, 65_536)))

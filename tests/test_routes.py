@@ -165,6 +165,8 @@ def test_the_root_leads_to_the_documentation(tiny_server: Server) -> None:
 
 def test_unknown_routes_and_methods(tiny_server: Server) -> None:
     assert error_code(tiny_server.get("/nowhere")) == (404, "not_found")
+    assert error_code(tiny_server.post(b"x", allow_redirects=False)) == (415, "not_an_image")
+    assert error_code(requests.post(f"{tiny_server.url}/predict/", data=b"x", timeout=60, allow_redirects=False)) == (404, "not_found")
     answer = tiny_server.get("/predict")
     assert error_code(answer) == (405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
@@ -229,6 +231,14 @@ def test_a_client_still_sending_too_much_reads_the_413(tiny_server: Server, anno
     assert answer.status == 413
     assert json.loads(answer.read())["error"]["code"] == "body_too_large"
     client.close()
+
+
+def test_a_content_length_of_any_number_of_digits_is_no_error_of_ours(tiny_server: Server) -> None:
+    address = urlsplit(tiny_server.url)
+    for digits in (b"0" * 5000 + b"5", b"9" * 30):
+        with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+            client.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %s\r\n\r\nhello" % digits)
+            assert client.recv(65536).startswith((b"HTTP/1.1 400", b"HTTP/1.1 413", b"HTTP/1.1 415"))
 
 
 def test_an_expecting_client_is_refused_before_it_sends(tiny_server: Server) -> None:
@@ -320,6 +330,15 @@ def test_keys_guard_everything_but_health_and_docs(keyed: Server) -> None:
     for path in ("/livez", "/readyz", "/health", "/docs", "/openapi.json"):
         assert keyed.get(path).status_code == 200
     assert "alpha" not in "\n".join(keyed.log)
+
+
+def test_a_preflight_has_an_id_and_a_log_line_and_a_foreign_one_is_refused(keyed: Server) -> None:
+    headers = {"origin": "https://page.example", "access-control-request-method": "POST", "x-request-id": "preflight-1"}
+    answer = requests.options(f"{keyed.url}/predict", headers=headers, timeout=60)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "preflight-1")
+    assert keyed.wait_for_log("preflight-1", 30)
+    headers["origin"] = "https://other.example"
+    assert requests.options(f"{keyed.url}/predict", headers=headers, timeout=60).status_code == 400
 
 
 def test_cross_origin_answers_and_errors_are_readable_by_the_allowed_page_only(keyed: Server) -> None:

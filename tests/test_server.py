@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from models import checkpoint
 from models.export import logits
 from service.server import StartError, find_devices
-from tests.conftest import EXAMPLES, Server, StartServer, encode
+from tests.conftest import EXAMPLES, Server, StartServer, encode, make_tiny
 
 
 def ticks(pids: list[int]) -> int:
@@ -152,6 +153,42 @@ def test_a_worker_that_refuses_its_checkpoint_ends_the_start_with_the_reason(sta
     line = refused(start_server(tmp_path / "changed.safetensors"))
     assert "worker-0 died before it was ready" in line
     assert "version" in line
+
+
+def test_a_checkpoint_replaced_during_the_start_ends_it(start_server: StartServer, tiny: Path, tmp_path: Path) -> None:
+    served = tmp_path / "served.safetensors"
+    served.write_bytes(tiny.read_bytes())
+    other = make_tiny(tmp_path / "other.safetensors", labels=12)
+    server = start_server(served, until="loading")
+    os.replace(other, served)
+    assert "replaced while the server started" in refused(server)
+
+
+def test_a_certificate_that_cannot_be_used_ends_the_start_at_once(start_server: StartServer, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+    line = refused(start_server(tiny, "--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "cert.pem")))
+    assert line.startswith("error: ssl_certfile, ssl_keyfile: ")
+
+
+@pytest.mark.parametrize("arguments", [["--host", ".."], ["--host", "a" * 70 + ".x"], ["--host", "no.such.host.invalid"]])
+def test_a_host_that_is_none_ends_the_start(start_server: StartServer, tiny: Path, arguments: list[str]) -> None:
+    assert "can't listen on" in refused(start_server(tiny, *arguments))
+
+
+def test_workers_start_with_the_signals_of_their_parent_blocked(start_server: StartServer, tiny: Path) -> None:
+    server = start_server(tiny, until="loading")
+    bit = 1 << (signal.SIGINT - 1)
+    blocked: dict[int, bool] = {}
+    while not server.url and not server.ended:
+        for pid in server.processes:
+            with contextlib.suppress(OSError, ValueError):
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                status = Path(f"/proc/{pid}/status").read_text()
+                if "spawn_main" in command:
+                    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn"))]
+                    blocked[pid] = blocked.get(pid, True) and any(mask & bit for mask in masks)
+    assert blocked
+    assert all(blocked.values())
 
 
 def test_a_port_in_use_ends_the_start_at_once(tiny: Path, start_server: StartServer) -> None:

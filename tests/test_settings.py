@@ -275,3 +275,10 @@ def test_a_library_does_not_log_what_clients_get_wrong(capsys: pytest.CaptureFix
     with pytest.raises(ApiError):
         image_bytes(b"not multipart", "multipart/form-data; boundary=b")
     assert capsys.readouterr().err == ""
+
+
+def test_control_characters_in_a_message_cannot_begin_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("text", "info")
+    logging.getLogger("service.access").info("GET %s", "/x\n2026-01-01 ERROR forged\x1b[31m")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("GET /x\\n2026-01-01 ERROR forged\\x1b[31m")
