@@ -7,6 +7,7 @@ manager process and queues, workers and front doors share memory and wake each o
 
 from __future__ import annotations
 
+import asyncio
 import glob
 import json
 import logging
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -109,10 +110,18 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
         self.on_listening = on_listening
+        self.stop = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.on_listening()
+
+    async def main_loop(self) -> None:
+        # uvicorn's own looks ten times a second whether it should exit. A tick of 0 sets the Date header; it changes every second.
+        while not self.stop.is_set():
+            await self.on_tick(0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.stop.wait(), 1.0)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -182,16 +191,13 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """The life of one front door's event loop."""
-        self.front_door.start(self._stop_uvicorn)
+        self.front_door.start(self.uvicorn.stop.set)
         yield
         self.front_door.close()
 
     def _listening(self) -> None:
         self.memory.doors["state"][self.front_door.index] = ProcessState.READY
         self.parent_pipe.send([self.front_door.index])
-
-    def _stop_uvicorn(self) -> None:
-        self.uvicorn.should_exit = True
 
     def run(self) -> int:
         """Serve until a signal says stop or a process dies. Returns the exit code. Raises StartError."""
