@@ -187,7 +187,8 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
             torch.set_num_threads(self.options.threads)
             try:
                 loaded = checkpoint.load(self.options.checkpoint)
-                if loaded.header != self.options.header:
+                served = self.options.header
+                if (loaded.header.version, loaded.header.name) != (served.version, served.name):
                     raise checkpoint.CheckpointError(self.options.checkpoint, "file", "replaced while the server started; start again")
                 engine = Engine(loaded, device, precision=self.options.precision, max_batch_size=self.options.max_batch_size)
             except (checkpoint.CheckpointError, EngineError) as error:
