@@ -51,7 +51,7 @@ def pull(name: str, path: Path) -> Header:
 
 
 def _example_views() -> list[Image.Image]:
-    """Four views of each photograph in examples/: whole, both halves of its long side, and a close-up."""
+    """Four views of each photograph in examples/: whole, its left and its right two thirds, and a close-up."""
     photographs = sorted(EXAMPLES.glob("*.jpg"))
     if not photographs:
         raise PullError(f"{EXAMPLES} has no photographs; the golden samples are taken from them")

@@ -8,7 +8,7 @@ import uuid
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.schemas import ErrorBody, ErrorDetail
+from service.schemas import error_body
 
 HEAD_BYTES = 65_536  # request line and headers, trailers included
 HEAD_S = 30.0  # from the first byte that could come to the last of the headers
@@ -34,13 +34,20 @@ class Connection(HttpToolsProtocol):
         if self._head is not None:
             self._head += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            self._decline(data[offer.args[0] :])
+            while data:
+                data = self._feed(data)
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
         if self._head is not None and self._head > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request line and headers are over {HEAD_BYTES} bytes.")
+
+    def _feed(self, data: bytes) -> bytes:
+        """Parse `data`; what must be parsed next, if anything: the parser stops at a request that offers another protocol."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            return self._declined() + data[offer.args[0] :]
+        return b""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -51,7 +58,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += len(name) + len(value)
         if self._fields > HEAD_BYTES:
-            raise ValueError  # the parser stops, and uvicorn answers 400
+            raise ValueError  # the parser stops, and data_received answers
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -63,21 +70,20 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
-    def _decline(self, rest: bytes) -> None:
-        """Take a request that offers another protocol (`curl --http2` and some HTTP libraries do) as if it had not.
+    def _declined(self) -> bytes:
+        """The head of a request that offers another protocol (`curl --http2` and some HTTP libraries do), without the offer.
 
-        The parser stops at such an offer and drops the body; so a new one is given the head again, without the offer.
+        The parser would drop the body of such a request, so a new one gets the head again. Raises HttpParserError for CONNECT.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self.send_400_response("This is no proxy.")
-            return
+            raise httptools.HttpParserError("no proxy")
         fields = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection", b"http2-settings")]
         if not self.parser.should_keep_alive():
             fields.append((b"connection", b"close"))
         head = b"%s %s HTTP/%s\r\n" % (method, self.url, self.parser.get_http_version().encode())
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(head + b"".join(b"%s: %s\r\n" % field for field in fields) + b"\r\n" + rest)
+        return head + b"".join(b"%s: %s\r\n" % field for field in fields) + b"\r\n"
 
     def _begin(self) -> None:
         self._head = 0
@@ -91,8 +97,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         request_id = uuid.uuid4().hex
-        detail = ErrorDetail(code="bad_request", message=f"{msg} Speak HTTP/1.1.", request_id=request_id)
-        body = ErrorBody(error=detail).model_dump_json().encode()
+        body = error_body("bad_request", f"{msg} Speak HTTP/1.1.", request_id).model_dump_json().encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}x-request-id: {request_id}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()

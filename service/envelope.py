@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.images import ImageError
 from service.frontdoor import ClientGone
-from service.schemas import ApiError, ErrorBody, ErrorDetail
+from service.schemas import ApiError, error_body
 
 log = logging.getLogger("service.access")
 
@@ -96,8 +96,7 @@ def error_response(code: str, message: str, request_id: str, headers: dict[str, 
         headers["retry-after"] = str(_RETRY_AFTER_S)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    body = ErrorBody(error=ErrorDetail(code=code, message=message, request_id=request_id))
-    return JSONResponse(body.model_dump(), error.status, headers)
+    return JSONResponse(error_body(code, message, request_id).model_dump(), error.status, headers)
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
@@ -115,7 +114,7 @@ def _answer_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_response("not_found", f"{path}: no such route; /docs lists them", request_id)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("allow", (error.headers or {}).get("Allow", ""))
+        allowed = (error.headers or {}).get("Allow", "")
         return error_response("method_not_allowed", f"{path}: allowed is {allowed}", request_id, {"allow": allowed})
     return error_response("bad_request", str(error.detail), request_id)
 

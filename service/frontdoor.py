@@ -104,16 +104,15 @@ class FrontDoor:
         self._waiters.append(waiter)
         try:
             await asyncio.wait((waiter, gone), timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if waiter.done() and (gone.done() or asyncio.current_task().cancelling()):  # type: ignore[union-attr]
-                self._release(waiter.result())  # it came at the very moment of giving up
-            elif not waiter.done():
-                waiter.cancel()
-        if gone.done():
-            raise ClientGone
-        if waiter.cancelled():
-            raise ApiError("overloaded", "every slot stayed busy until the deadline; try again later or slower")
-        return waiter.result()
+            if gone.done():
+                raise ClientGone
+            if not waiter.done():
+                raise ApiError("overloaded", "every slot stayed busy until the deadline; try again later or slower")
+            return waiter.result()
+        except BaseException:
+            if not waiter.cancel():
+                self._release(waiter.result())  # a slot came at the very moment of giving up
+            raise
 
     def _release(self, slot: int) -> None:
         self.memory.state[slot] = SlotState.FREE

@@ -203,7 +203,7 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
         row["beat"] = time.monotonic()
 
 
-class _SlotLoop(LitLoop):  # type: ignore[misc]
+class _SlotLoop(LitLoop):  # type: ignore[misc]  # likewise
     """One turn of the worker; LitServe calls it for ever."""
 
     def run(self, lit_api: ClassifierAPI, *_unused: Any) -> None:
@@ -222,7 +222,7 @@ class _Status:
         self.options.parent_pipe.send([self.index])
 
 
-class _IdleTransport(MessageTransport):  # type: ignore[misc]
+class _IdleTransport(MessageTransport):  # type: ignore[misc]  # likewise
     """LitServe wants a way to send answers; ours are the slots and pipes."""
 
     def send(self, item: Any, consumer_id: int) -> None:

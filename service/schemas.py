@@ -42,6 +42,10 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+def error_body(code: str, message: str, request_id: str) -> ErrorBody:
+    return ErrorBody(error=ErrorDetail(code=code, message=message, request_id=request_id))
+
+
 class PredictRequest(BaseModel):
     image: str = Field(description="the image file in base64, or as a data URI: data:image/jpeg;base64,...")
 

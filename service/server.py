@@ -104,6 +104,16 @@ def _check_certificate(settings: Settings) -> None:
             raise StartError(f"ssl_certfile, ssl_keyfile: {settings.ssl_certfile} and {settings.ssl_keyfile}: {error}") from None
 
 
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """For the start of children, who unblock what they ignore: a Ctrl-C in a terminal reaches the whole process group."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn that says when it listens, and is stopped by the parent's word only."""
 
@@ -256,29 +266,21 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 28))
         log.info("loading %s on %s", self.settings.checkpoint, ", ".join(self.places))
         context = multiprocessing.get_context("spawn")
-        # Blocked until each child ignores them: a Ctrl-C in a terminal reaches the whole process group. The tracker, which a first
-        # spawn starts, would unblock them on its way.
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
+        resource_tracker.ensure_running()  # a first spawn would start it, and that would unblock the signals
+        with _signals_blocked():
             for index, device in enumerate(self.places):
                 self.memory.workers["generation"][index] = 1
                 process = context.Process(target=run_worker, args=(self.lit_api, index, device), name=f"worker-{index}")
                 process.start()
                 self.workers.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def _start_doors(self, listener: socket.socket) -> None:
         context = multiprocessing.get_context("fork")
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
+        with _signals_blocked():
             for index in range(self.layout.doors):
                 process = context.Process(target=self._run_door, args=(index, listener, os.getpid()), name=f"door-{index}")
                 process.start()
                 self.doors.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def _run_door(self, index: int, listener: socket.socket, parent: int) -> None:
         """The whole life of a front-door process."""

@@ -190,6 +190,7 @@ class WakePipe:
     def receive(self) -> list[int]:
         """All numbers that are there, which may be none."""
         try:
-            return np.frombuffer(os.read(self.reader, 1 << 16), dtype="u4").tolist()  # type: ignore[no-any-return]
+            numbers: list[int] = np.frombuffer(os.read(self.reader, 1 << 16), dtype="u4").tolist()
+            return numbers
         except BlockingIOError:
             return []

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import requests
@@ -147,11 +147,11 @@ class Server:
             time.sleep(0.01)
         return self.processes
 
-    def post(self, data: bytes, **options: object) -> requests.Response:
-        return requests.post(f"{self.url}/predict", data=data, timeout=60, **options)  # type: ignore[arg-type]
+    def post(self, data: bytes, **options: Any) -> requests.Response:
+        return requests.post(f"{self.url}/predict", data=data, timeout=60, **options)
 
-    def get(self, path: str, **options: object) -> requests.Response:
-        return requests.get(f"{self.url}{path}", timeout=60, **options)  # type: ignore[arg-type]
+    def get(self, path: str, **options: Any) -> requests.Response:
+        return requests.get(f"{self.url}{path}", timeout=60, **options)
 
     def wait(self, timeout: float = 30) -> int:
         code = self.process.wait(timeout)

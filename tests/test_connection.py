@@ -115,3 +115,9 @@ def test_an_offer_of_another_protocol_is_passed_over(offer: bytes, cut: int) -> 
 
 def test_connect_is_refused() -> None:
     assert talk([b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n"]).startswith(b"HTTP/1.1 400")
+
+
+def test_thousands_of_offers_at_once_are_all_passed_over() -> None:
+    offer = b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert talk([offer * 2500 + last]).count(b"hello") == 2501
