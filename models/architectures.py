@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,19 @@ def _build_timm(name: str, num_classes: int, image_size: int) -> nn.Module:
 def _closest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3)
     return f" (close: {', '.join(close)})" if close else ""
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def fastest_precision(device: torch.device) -> str:
+    """The precision to try first for inference. bf16 only where a CPU multiplies it in hardware: it is slower than float32 without."""
+    if device.type == "cuda":
+        return "fp16"
+    return "fp32" if _CPU_BF16.isdisjoint(Path("/proc/cpuinfo").read_text().split()) else "bf16"
+
+
+_CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

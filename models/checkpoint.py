@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:  # the parent and the front doors read headers and never import torch
     import torch
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 GOLDEN_SAMPLES = 16
@@ -58,6 +61,11 @@ class Checkpoint:
     model: torch.nn.Module  # eval mode, float32, on the CPU
     golden_pixels: torch.Tensor  # uint8 [16, crop, crop, 3]
     golden_logits: torch.Tensor  # float32 [16, C]: what the model gave at export
+
+    @property
+    def golden_probabilities(self) -> torch.Tensor:
+        """What must come out for the golden pixels: float32 [16, C]."""
+        return (self.golden_logits / self.header.temperature).softmax(1)
 
 
 def version_of(state: Mapping[str, torch.Tensor], labels: tuple[str, ...], preprocessing: Preprocessing, temperature: float) -> str:
@@ -227,3 +235,67 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far the probabilities of the golden samples may lie from those at export."""
+
+    top_mean: float  # difference of the top label's probability, on average over the samples
+    any_max: float  # difference of any probability of any sample
+
+
+# Measured, efficientnet_lite0 in torch on a CPU with AVX512-BF16, as top_mean / any_max:
+#                                            fp16             bf16             fp32
+#   its 16 golden samples               0.0011 / 0.0035  0.0161 / 0.0686  0.0000 / 0.0000
+#   59 photographs, one per class       0.0012 / 0.0068  0.0100 / 0.0498  0.0000 / 0.0000
+#   396 photographs of two classes      0.0013 / 0.0096  0.0095 / 0.0715  0.0000 / 0.0000
+#   the same golden samples with the weights of any one of its 99 layers negated, at least: 0.0647 / 0.2266 in bf16
+# Other architectures have not been measured yet, for want of public weights without a network.
+BOUNDS = {"fp16": Bounds(0.005, 0.04), "bf16": Bounds(0.03, 0.15), "fp32": Bounds(0.0005, 0.002)}
+
+
+def fidelity(found: torch.Tensor, reference: torch.Tensor, bounds: Bounds) -> tuple[bool, str]:
+    """Judge probabilities `[N, C]` against those at export. Returns whether they are within bounds, and the figures in words."""
+    if not found.isfinite().all():
+        return False, "not all probabilities are finite"
+    best = reference.topk(2).values
+    clear = (best[:, 0] - best[:, 1]) >= bounds.any_max  # closer than that, either of the two may win
+    flips = int((clear & (found.argmax(1) != reference.argmax(1))).sum())
+    top = reference.argmax(1, keepdim=True)
+    top_mean = float((found.gather(1, top) - reference.gather(1, top)).abs().mean())
+    any_max = float((found - reference).abs().max())
+    good = flips == 0 and top_mean <= bounds.top_mean and any_max <= bounds.any_max
+    figures = f"{flips} of {len(found)} labels differ, top probability off by {top_mean:.4f} on average (allowed {bounds.top_mean})"
+    return good, f"{figures}, any by {any_max:.4f} at most (allowed {bounds.any_max})"
+
+
+_FALLBACK = {"fp16": "bf16", "bf16": "fp32"}
+
+
+class FidelityError(RuntimeError):
+    """A checkpoint that this device must not serve. The message says what was measured."""
+
+
+def choose_precision(checkpoint: Checkpoint, device: torch.device, first: str, classify: Callable[[str], torch.Tensor]) -> tuple[str, str]:
+    """The first of the precisions `first` and those it falls back to that reproduces the golden samples, and why it is this one.
+
+    `classify` gets ready for a precision (fp16, bf16, fp32) and returns the probabilities of the golden pixels in it,
+    float32 `[16, C]`. The last call is the one that counts. Raises FidelityError where float32 misses as well.
+    """
+    precision, missed = first, ""
+    while True:
+        try:
+            good, figures = fidelity(classify(precision), checkpoint.golden_probabilities, BOUNDS[precision])
+        except RuntimeError as error:  # an operator that this device lacks in this precision
+            if precision == "fp32":
+                raise
+            good, figures = False, str(error).splitlines()[0]
+        if good:
+            return precision, f"{missed}{precision} reproduces the golden samples: {figures}"
+        name = checkpoint.header.name
+        if precision == "fp32":
+            raise FidelityError(f"float32 does not reproduce the golden samples of {name} on {device}: {figures}")
+        log.warning("%s misses the golden samples on %s, falling back to %s: %s", precision, device, _FALLBACK[precision], figures)
+        missed += f"{precision} missed ({figures}); "
+        precision = _FALLBACK[precision]

@@ -182,7 +182,7 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
             import torch
 
             from models import checkpoint
-            from service.engine import Engine, EngineError
+            from service.engine import Engine
 
             torch.set_num_threads(self.options.threads)
             try:
@@ -191,7 +191,7 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
                 if (loaded.header.version, loaded.header.name) != (served.version, served.name):
                     raise checkpoint.CheckpointError(self.options.checkpoint, "file", "replaced while the server started; start again")
                 engine = Engine(loaded, device, precision=self.options.precision, max_batch_size=self.options.max_batch_size)
-            except (checkpoint.CheckpointError, EngineError) as error:
+            except (checkpoint.CheckpointError, checkpoint.FidelityError) as error:
                 row["reason"] = str(error).encode()[:1000]
                 raise SystemExit(1) from None
             row["precision"], row["why"] = engine.precision.encode(), engine.why.encode()[:400]

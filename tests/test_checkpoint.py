@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from models import checkpoint
-from models.checkpoint import CheckpointError
+from models.checkpoint import Bounds, CheckpointError, fidelity
 from tests.conftest import make_tiny
 
 Tensors = dict[str, torch.Tensor]
@@ -300,3 +300,32 @@ def test_the_header_is_read_in_milliseconds(default_checkpoint: Path) -> None:
         checkpoint.read_header(default_checkpoint)
         took.append(time.perf_counter() - begun)
     assert min(took) < 0.02
+
+
+CLEAR = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
+NEAR = torch.tensor([[0.45, 0.44, 0.11], [0.1, 0.1, 0.8]])
+LOOSE = Bounds(0.1, 0.2)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_never_within_bounds(wrong: float) -> None:
+    found = CLEAR.clone()
+    found[1, 0] = wrong
+    assert fidelity(found, CLEAR, Bounds(torch.inf, torch.inf)) == (False, "not all probabilities are finite")
+
+
+def test_a_flip_counts_only_where_the_two_best_were_apart() -> None:
+    swapped = NEAR[:, [1, 0, 2]]
+    assert fidelity(swapped, NEAR, LOOSE)[0]
+    good, figures = fidelity(CLEAR[:, [1, 0, 2]], CLEAR, Bounds(1.0, 0.5))  # the labels differ by exactly the bound: clear
+    assert not good
+    assert figures.startswith("1 of 2 labels differ")
+
+
+def test_the_bounds_are_on_the_top_label_on_average_and_on_any_at_most() -> None:
+    found = CLEAR + torch.tensor([[-0.06, 0.06, 0.0], [0.0, 0.0, 0.0]])
+    assert fidelity(found, CLEAR, Bounds(0.031, 0.061))[0]
+    assert not fidelity(found, CLEAR, Bounds(0.029, 0.061))[0]
+    assert not fidelity(found, CLEAR, Bounds(0.031, 0.059))[0]
+    figures = fidelity(found, CLEAR, Bounds(0.031, 0.061))[1]
+    assert "off by 0.0300 on average (allowed 0.031), any by 0.0600 at most (allowed 0.061)" in figures
