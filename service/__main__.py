@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 
 
@@ -29,6 +30,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Process 1 of a container gets no signal that it has not asked for, and the server asks only once it is there.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before the server has taken over the signals

@@ -19,6 +19,8 @@ from service.schemas import ApiError, error_body
 
 log = logging.getLogger("service.access")
 
+_PROBES = ("/livez", "/readyz", "/health")
+
 _DISCARD_BYTES, _DISCARD_S = 64_000_000, 2.0  # of a body that nobody wants, before the answer
 _RETRY_AFTER_S = 1
 
@@ -81,7 +83,9 @@ class Envelope:
                     scope, receive, send_noting
                 )
         finally:
-            log.info("%s %s %s %.1f ms %s", scope["method"], scope["path"], status, (time.monotonic() - arrived) * 1e3, request_id)
+            # Probes come every few seconds, each the same as the last.
+            level = logging.DEBUG if status == 200 and scope["path"] in _PROBES else logging.INFO
+            log.log(level, "%s %s %s %.1f ms %s", scope["method"], scope["path"], status, (time.monotonic() - arrived) * 1e3, request_id)
 
 
 def _request_id(given: bytes) -> str:

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +111,18 @@ def test_a_signal_during_the_start_ends_it(tiny: Path, start_server: StartServer
     assert server.wait(10) == 0
     assert server.url == ""
     assert server.left_behind() == []
+
+
+def test_a_signal_before_there_is_a_server_ends_it_too(tiny: Path) -> None:
+    """As process 1 of a container it would not get one that it has not asked for."""
+    command = [sys.executable, "-m", "service", "--checkpoint", str(tiny), "--port", "0"]
+    with subprocess.Popen(command, cwd=EXAMPLES.parent, stderr=subprocess.PIPE) as process:
+        folder = Path("/proc") / str(process.pid)
+        while not int((folder / "status").read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
+            assert process.poll() is None
+        assert "pydantic_core" not in (folder / "maps").read_text()  # the settings are not read yet
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
 
 
 def test_when_the_parent_is_killed_every_child_ends_and_the_port_is_free(start_server: StartServer, tiny: Path) -> None:
