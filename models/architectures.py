@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
 from torch import nn
+
+from models.preprocessing import Preprocessing
 
 
 def build(name: str, *, num_classes: int, image_size: int) -> nn.Module:
@@ -20,9 +23,7 @@ def build(name: str, *, num_classes: int, image_size: int) -> nn.Module:
     """
     if name.startswith("timm:"):
         return _build_timm(name.removeprefix("timm:"), num_classes, image_size)
-    names = torchvision.models.list_models(module=torchvision.models)
-    if name not in names:
-        raise ValueError(f"unknown architecture {name!r}{_closest(name, names)}; timm's architectures are written timm:NAME")
+    _check_torchvision(name)
     options: dict[str, object] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}
@@ -38,17 +39,62 @@ def build(name: str, *, num_classes: int, image_size: int) -> nn.Module:
 
 
 def _build_timm(name: str, num_classes: int, image_size: int) -> nn.Module:
-    import timm  # slow to import, so only for such names
+    import timm
 
-    if not timm.is_model(name):
-        raise ValueError(f"unknown architecture 'timm:{name}'{_closest(name, timm.list_models())}")
-    config = timm.models.get_pretrained_cfg(name)
+    config = _timm_config(name)
     options: dict[str, Any] = {"img_size": image_size} if config is not None and config.fixed_input_size else {}
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **options)
     except (ValueError, AssertionError, RuntimeError) as error:
         raise ValueError(f"timm:{name} can't be built for {image_size} x {image_size} pixels: {' '.join(str(error).split())}") from error
     return model.eval()
+
+
+def preprocessing_of(name: str) -> Preprocessing:
+    """How an architecture's published weights want their images; for one that has none, ImageNet's usual 224 pixels of 256.
+
+    Of timm's "squash" and "border", which fit the whole image into the crop, the usual middle crop is made. Raises ValueError
+    for an unknown name.
+    """
+    if name.startswith("timm:"):
+        config = _timm_config(name.removeprefix("timm:"))
+        if config is None:
+            mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+            return Preprocessing(resize=256, crop=224, interpolation="bilinear", mean=mean, std=std)
+        crop = min(config.input_size[1:])
+        resize = max(crop, math.floor(crop / config.crop_pct))  # rounded as timm does
+        return Preprocessing(resize=resize, crop=crop, interpolation=config.interpolation, mean=config.mean, std=config.std)
+    _check_torchvision(name)
+    transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    mean, std = tuple(transform.mean), tuple(transform.std)
+    if name in ("googlenet", "inception_v3"):
+        # Their published weights want inputs of mean and deviation 0.5; torchvision reaches that by a second step in the module.
+        mean = std = (0.5, 0.5, 0.5)
+    return Preprocessing(
+        resize=transform.resize_size[0],
+        crop=transform.crop_size[0],
+        interpolation=transform.interpolation.value,
+        mean=mean,
+        std=std,
+    )
+
+
+def _check_torchvision(name: str) -> None:
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        raise ValueError(f"unknown architecture {name!r}{_closest(name, names)}; timm's architectures are written timm:NAME")
+
+
+def _timm_config(name: str) -> Any:
+    """What timm knows of an architecture's published weights, or None."""
+    import timm  # slow to import, so only for such names
+
+    if not timm.is_model(name):
+        raise ValueError(f"unknown architecture 'timm:{name}'{_closest(name, timm.list_models())}")
+    try:
+        return timm.models.get_pretrained_cfg(name)
+    except RuntimeError as error:  # the tag in resnet50.TAG is unknown
+        raise ValueError(f"unknown architecture 'timm:{name}': {error}") from None
 
 
 def _closest(name: str, names: list[str]) -> str:

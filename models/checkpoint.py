@@ -180,7 +180,9 @@ def load(path: Path) -> Checkpoint:
     version = version_of(state, header.labels, header.preprocessing, header.temperature)
     if version != header.version:
         raise CheckpointError(path, "version", f"the header says {header.version}, the contents give {version}: the file was changed")
-    model.load_state_dict(state, assign=True)
+    own = model.state_dict()  # with the versions of its modules, which some want to see
+    own.update(state)
+    model.load_state_dict(own, assign=True)
     model.requires_grad_(False)
     return Checkpoint(header=header, model=model, golden_pixels=golden["golden.pixels"], golden_logits=golden["golden.logits"])
 
@@ -215,7 +217,10 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        safetensors.torch.save_file(tensors, temporary, metadata={_KEY: json.dumps(checkpoint.header.to_dict())})
+        try:
+            safetensors.torch.save_file(tensors, temporary, metadata={_KEY: json.dumps(checkpoint.header.to_dict())})
+        except SafetensorError as error:
+            raise OSError(f"{path}: can't be written ({error})") from None
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         try:

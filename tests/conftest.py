@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -61,6 +62,18 @@ def encode(colour: tuple[int, int, int], kind: str = "PNG", size: tuple[int, int
     file = io.BytesIO()
     Image.new("RGB", size, colour).save(file, kind)
     return file.getvalue()
+
+
+def make_data(root: Path, labels: Sequence[str], *, train: int = 6, val: int = 4) -> Path:
+    """`root/{train,val}/<label>/*.png`: noisy images of about one colour for each label, every one different."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", val)):
+        for label, colour in zip(labels, COLOURS[:: len(COLOURS) // len(labels)], strict=False):
+            (root / split / label).mkdir(parents=True)
+            for number in range(count):
+                noisy = np.clip(np.array(colour) + random.integers(-40, 41, (40, 48, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(noisy).save(root / split / label / f"{number}.png")
+    return root
 
 
 @pytest.fixture(scope="session", autouse=True)

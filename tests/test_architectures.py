@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import timm
 import torch
+import torchvision
 
 from models import architectures
+from models.preprocessing import Preprocessing
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,48 @@ def test_a_size_that_the_architecture_cannot_take_is_refused(name: str, size: in
     with pytest.raises(ValueError, match=rf"{name} can't be built for {size} x {size} pixels: \S") as caught:
         architectures.build(name, num_classes=7, image_size=size)
     assert "\n" not in str(caught.value)  # it becomes part of a CheckpointError and of a start's one line
+
+
+@pytest.mark.parametrize(
+    ("name", "resize", "crop", "interpolation", "values"),
+    [
+        ("resnet18", 256, 224, "bilinear", IMAGENET),
+        ("resnet50", 232, 224, "bilinear", IMAGENET),  # of its second weights, which are the default
+        ("vit_l_16", 242, 224, "bilinear", IMAGENET),
+        ("efficientnet_b0", 256, 224, "bicubic", IMAGENET),
+        ("googlenet", 256, 224, "bilinear", HALF),  # these two turn ImageNet's into this inside
+        ("inception_v3", 342, 299, "bilinear", HALF),
+        ("timm:resnet50", 235, 224, "bicubic", IMAGENET),  # 224 / 0.95 = 235.8
+        ("timm:resnet50.tv_in1k", 256, 224, "bilinear", IMAGENET),
+        ("timm:mobilenetv3_large_100", 256, 224, "bicubic", IMAGENET),
+        ("timm:vit_base_patch16_224", 248, 224, "bicubic", HALF),
+        ("timm:volo_d5_512", 512, 512, "bicubic", IMAGENET),  # timm pads: 512 / 1.15 is less than the crop
+    ],
+)
+def test_preprocessing_is_that_of_the_published_weights(name: str, resize: int, crop: int, interpolation: str, values: Any) -> None:
+    expected = Preprocessing(resize=resize, crop=crop, interpolation=interpolation, **values)
+    assert architectures.preprocessing_of(name) == expected
+
+
+def test_every_architecture_has_preprocessing() -> None:
+    for name in torchvision.models.list_models(module=torchvision.models) + [f"timm:{name}" for name in timm.list_models()]:
+        found = architectures.preprocessing_of(name)
+        assert found.crop <= found.resize, name
+
+
+def test_without_published_weights_preprocessing_is_imagenets_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timm.models.get_pretrained_cfg", lambda _: None)
+    expected = Preprocessing(resize=256, crop=224, interpolation="bilinear", mean=IMAGENET["mean"], std=IMAGENET["std"])
+    assert architectures.preprocessing_of("timm:resnet18") == expected
+
+
+@pytest.mark.parametrize("name", ["resnet51", "timm:resnet51", "timm:resnet50.no_such_tag", ""])
+def test_preprocessing_of_an_unknown_name_is_refused_like_its_build(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^unknown architecture {name!r}") as asked:
+        architectures.preprocessing_of(name)
+    with pytest.raises(ValueError) as built:
+        architectures.build(name, num_classes=7, image_size=64)
+    assert str(built.value) == str(asked.value)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("resnet18", "False"), ("timm:test_efficientnet", "True")])

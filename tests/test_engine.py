@@ -54,9 +54,7 @@ def altered(found: Checkpoint, layer: str) -> Checkpoint:
     ],
 )
 def test_one_layer_negated_is_refused(lite0: Checkpoint, layer: str) -> None:
-    with pytest.raises(
-        FidelityError, match=r"float32 does not reproduce .* of efficientnet_lite0 on cpu: .* labels differ"
-    ):
+    with pytest.raises(FidelityError, match=r"float32 does not reproduce .* of efficientnet_lite0 on cpu: .* labels differ"):
         Engine(altered(lite0, layer), "cpu", precision="bf16")
 
 

@@ -13,7 +13,26 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # In this order: a file imports only files to its left.
 ORDER = {
-    "models": ["colour", "images", "preprocessing", "architectures", "checkpoint", "export", "pretrained", "__main__"],
+    "models": [
+        "colour",
+        "images",
+        "preprocessing",
+        "labels",
+        "architectures",
+        "checkpoint",
+        "progress",
+        "data",
+        "cache",
+        "augmentation",
+        "evaluation",
+        "recipe",
+        "training",
+        "weights",
+        "export",
+        "pretrained",
+        "run",
+        "__main__",
+    ],
     "service": [
         "settings",
         "schemas",

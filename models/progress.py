@@ -1,0 +1,54 @@
+"""How far a long piece of work is: a bar in a terminal, now and then a plain line anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import NoReturn
+
+from tqdm import tqdm
+
+_LINE_EVERY_S = 30.0
+
+
+def say(line: str) -> None:
+    """Print a line to stderr, above a bar that is being drawn."""
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()
+
+
+class Progress:
+    """Counts images of a known total; shows images/s and the time left on stderr."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title, self.total, self.done = title, total, 0
+        self.started = self._said = time.monotonic()
+        self._bar: tqdm[NoReturn] | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(desc=title, total=total, unit=" images", leave=False, dynamic_ncols=True, smoothing=0.1, file=sys.stderr)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, images: int) -> None:
+        self.done += images
+        if self._bar is not None:
+            self._bar.update(images)
+        elif time.monotonic() - self._said >= _LINE_EVERY_S:
+            self._said = time.monotonic()
+            left = (self.total - self.done) / self.rate
+            say(f"{self.title}: {self.done} of {self.total} images, {self.rate:.0f} images/s, {left:.0f} s left")
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def rate(self) -> float:
+        """Images per second since the beginning."""
+        return self.done / max(self.seconds, 1e-9)

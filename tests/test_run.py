@@ -1,0 +1,228 @@
+"""The whole path: photographs in folders -> training -> a checkpoint -> the server -> JSON; and what can be wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models import __main__ as command_line
+from models import checkpoint, run
+from models.recipe import TrainConfig
+from models.run import train
+from models.training import BEST
+from tests.conftest import EXAMPLES, StartServer, encode, make_data
+
+LABELS = ["蜜蜂", "red ant"]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    full = [sys.executable, "-m", "models", *map(str, arguments)]
+    return subprocess.run(full, capture_output=True, text=True, cwd=EXAMPLES.parent, check=False, timeout=120)
+
+
+def test_from_photographs_to_an_answer(tmp_path: Path, tiny: Path, start_server: StartServer) -> None:
+    data = make_data(tmp_path / "bees and ants", LABELS, train=12, val=6)
+    (data / "val/蜜蜂/broken.jpg").write_bytes(b"no image")
+    out, folder = tmp_path / "bees.safetensors", tmp_path / "runs" / "first"
+    trained = command(
+        "train", data, "--init", tiny, "--epochs", 6, "--batch-size", 8, "--lr", 0.01, "--run", folder, "--out", out, "--max-bad", 0.05
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "\r" not in trained.stderr
+    assert f"left out: {data}/val/蜜蜂/broken.jpg: These 8 bytes are no image." in trained.stderr
+    assert len(re.findall(r"^epoch \d/6: train loss ", trained.stderr, re.M)) == 6
+    assert {file.name for file in folder.iterdir()} == {"config.json", "metrics.jsonl", BEST, "bad_files.txt"}
+
+    header = checkpoint.read_header(out)
+    assert (header.labels, header.name) == (("red ant", "蜜蜂"), "bees")
+    assert header.preprocessing == checkpoint.read_header(tiny).preprocessing
+    assert header.origin["data"]["val"] == {"red ant": 6, "蜜蜂": 6}
+    assert header.metrics["samples"] == 12
+
+    evaluated = command("evaluate", out, data, "--json", "--max-bad", 0.1)
+    assert evaluated.returncode == 0, evaluated.stderr
+    document = json.loads(evaluated.stdout)
+    assert document["top1"] == header.metrics["top1"] >= 0.9
+    server = start_server(out)
+    for image in document["images"]:
+        answer = server.post(Path(image["file"]).read_bytes(), params={"top_k": 5}).json()
+        assert len(answer["predictions"]) == 2  # as many as there are labels
+        assert answer["predictions"][0]["label"] == image["predicted"]
+        assert answer["predictions"][0]["probability"] == pytest.approx(image["probability"], abs=1e-3)
+
+
+def config(data: Path, init: Path | None, **changes: object) -> TrainConfig:
+    where = {"run": data.parent / "runs" / "one", "out": data.parent / "out.safetensors"}
+    return TrainConfig(**{"data": data, "init": init, "epochs": 1, "batch_size": 4, **where, **changes})  # type: ignore[arg-type]
+
+
+def test_golden_samples_are_validation_images_of_all_classes_or_those_of_a_folder(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_data(tmp_path / "data", "abc", train=2, val=8)
+    train(config(data, tiny))
+    assert (
+        "golden samples: 16, which go into the file, from the validation images; --golden-from FOLDER takes others"
+        in capsys.readouterr().err
+    )
+    found = checkpoint.load(tmp_path / "out.safetensors")
+    pixels = {label: [found.header.preprocessing.read(file.read_bytes()) for file in (data / "val" / label).iterdir()] for label in "abc"}
+    of_class = [
+        next(label for label in "abc" if any((sample.numpy() == one).all() for one in pixels[label])) for sample in found.golden_pixels
+    ]
+    assert {label: of_class.count(label) for label in "abc"} == {"a": 6, "b": 5, "c": 5}
+
+    header = train(config(data, tiny, run=tmp_path / "runs/two", golden_from=EXAMPLES))
+    assert header.origin["golden_samples"] == "examples/"
+    again = checkpoint.load(tmp_path / "out.safetensors").golden_pixels
+    assert not any(torch.equal(sample, other) for sample in again for other in found.golden_pixels)
+
+
+def test_the_same_labels_keep_their_head_and_others_get_a_new_one(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [f"label {index}" for index in range(10)]
+    config_ = config(make_data(tmp_path / "same", own, train=1, val=1), tiny)
+    found = run._begin(config_, tuple(own))
+    state, before = found.model.state_dict(), checkpoint.load(tiny).model.state_dict()
+    assert found.new_head == frozenset()
+    assert all(torch.equal(state[name], before[name]) for name in before)
+    found = run._begin(config_, (*own[:9], "another"))
+    assert found.new_head == {"classifier.weight", "classifier.bias"}
+    state = found.model.state_dict()
+    assert {name for name in before if not torch.equal(state[name], before[name])} == found.new_head
+    assert state["classifier.weight"].abs().max() < 0.1
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[1]
+        .endswith("with the weights of tiny " + checkpoint.read_header(tiny).version + " and a new head")
+    )
+
+
+def test_random_weights_of_an_architecture_get_its_published_preprocessing_in_the_size_asked_for(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data", "ab", train=2, val=1)
+    header = train(config(data, None, arch="timm:test_efficientnet", image_size=48))
+    assert header.architecture == "timm:test_efficientnet"
+    assert (header.preprocessing.crop, header.preprocessing.interpolation) == (48, "bicubic")
+    assert header.origin["init"] is None
+    assert header.origin["recipe"]["lr"] == 1e-3
+
+
+def test_one_file_for_each_class_is_enough_to_run(tmp_path: Path, tiny: Path) -> None:
+    header = train(config(make_data(tmp_path / "data", "ab", train=1, val=1), tiny))
+    assert header.metrics["samples"] == 2
+
+
+def test_a_second_run_decodes_nothing_and_an_existing_run_is_refused(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_data(tmp_path / "data", "ab", train=2, val=2)
+    train(config(data, tiny))
+    monkeypatch.setattr("models.data.read_file", lambda file: pytest.fail(f"{file} was read"))
+    train(config(data, tiny, run=tmp_path / "runs/two"))
+    with pytest.raises(ValueError, match=rf"^--run {tmp_path}/runs/one: is there already; name another, or remove it"):
+        train(config(data, tiny))
+
+
+def arguments(tmp_path: Path, tiny: Path) -> list[str]:
+    data = make_data(tmp_path / "data", "ab", train=2, val=2)
+    return [
+        "train",
+        str(data),
+        "--init",
+        str(tiny),
+        "--epochs",
+        "1",
+        "--run",
+        str(tmp_path / "runs/a"),
+        "--out",
+        str(tmp_path / "out.safetensors"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--epochs", "0"], "--epochs 0: allowed is 1 or more"),
+        (["--arch", "resnet18"], "give one of --init CHECKPOINT and --arch NAME"),
+        (["--init", "{0}/none.safetensors"], "{0}/none.safetensors: file: no such file"),
+        (["--device", "cuda:99"], "--device cuda:99 is not possible: "),
+        (["--out", "{0}"], "--out {0}: is a folder"),
+        (["--out", "/proc/none/x.safetensors"], "--out /proc/none/x.safetensors: its folder can't be made"),
+        (["--golden-from", "{0}/none"], "{0}/none: no such folder"),
+        (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_written(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    given = [*arguments(tmp_path, tiny), *(word.format(tmp_path) for word in more)]
+    try:
+        code = command_line.main(given)
+    except SystemExit as end:  # argparse's own
+        code = int(end.code or 0)
+    assert code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if " with the weights of " not in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: {message.format(tmp_path)}")
+    assert not (tmp_path / "runs/a").exists()
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_too_many_bad_files_stop_the_run_and_are_named(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments(tmp_path, tiny)
+    (tmp_path / "data/train/a/0.png").write_bytes(encode((1, 2, 3))[:-30])
+    assert command_line.main(given) == 2
+    error = capsys.readouterr().err
+    assert "error: 1 of 8 files can't be used, more than --max-bad 0.01 allows; mend or remove them, or raise --max-bad\n" in error
+    assert f"  {tmp_path}/data/train/a/0.png: The PNG is broken" in error
+    assert not (tmp_path / "runs/a").exists()
+
+
+def test_evaluate_prints_each_class_or_says_what_is_wrong(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_data(tmp_path / "data", ["label 1", "label 2"], train=1, val=3)
+    assert command_line.main(["evaluate", str(tiny), str(data)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"top-1 0\.\d{4} \(\d of 6\)", lines[0]) or lines[0] == "top-1 1.0000 (6 of 6)"
+    assert [line.split("  ")[1] for line in lines[1:]] == ["label 1", "label 2"]
+    (data / "val/label 1").rename(data / "val/cat")
+    assert command_line.main(["evaluate", str(tiny), str(data)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {data}/val: 'cat' is no label of {tiny}, which has ")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_leaves_the_best_weights_and_no_checkpoint(tmp_path: Path, tiny: Path, number: int, code: int) -> None:
+    given = [*arguments(tmp_path, tiny), "--epochs", "100000"]
+    with subprocess.Popen([sys.executable, "-m", "models", *given], cwd=EXAMPLES.parent, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("epoch 2/"):
+                break
+        os.kill(process.pid, number)
+        rest = process.stderr.read().splitlines()
+        assert process.wait(20) == code
+    assert rest[-2] == f"no checkpoint is written; weights of the best epoch so far, if one was complete: {tmp_path}/runs/a/{BEST}"
+    assert rest[-1] == "stopped"
+    assert load_file(tmp_path / "runs/a" / BEST)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_memory_that_a_gpu_lacks_is_said_with_the_flag_to_lower(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr("models.training.Trainer.step", fail)
+    assert command_line.main(arguments(tmp_path, tiny)) == 1
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == "error: CUDA out of memory. Tried to allocate 2.00 GiB.; lower --batch-size or --image-size"
+    )
