@@ -1,16 +1,27 @@
-# Two commands: `make serve` and `make test`. Everything lives in .venv; nothing is installed elsewhere.
+# `make serve` and `make test` do all the set-up. Everything lives in .venv; nothing is installed elsewhere.
 PYTHON ?= python3
 DEFAULT := checkpoints/efficientnet_lite0.safetensors
 # Given here they win over SPYGLASS_PORT and SPYGLASS_CHECKPOINT in the environment, else those do.
 PORT ?=
 CHECKPOINT ?=
+# For train: the folder with train/ and val/, the checkpoint to begin with, more options.
+DATA ?=
+INIT ?= $(DEFAULT)
+OPTIONS ?=
 BIN := .venv/bin
 
-.PHONY: serve install test lint format bench clean
+ifeq ($(filter train,$(MAKECMDGOALS))$(DATA),train)
+$(error name the folder that holds train/ and val/: make train DATA=data/flowers)
+endif
+
+.PHONY: serve train install test lint format bench clean
 .DELETE_ON_ERROR:
 
 serve: install $(filter checkpoints/%.safetensors,$(or $(CHECKPOINT),$(SPYGLASS_CHECKPOINT),$(DEFAULT)))  ## serve CHECKPOINT on PORT
 	@exec $(BIN)/python -m service $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT)) $(if $(PORT),--port $(PORT))
+
+train: install $(filter checkpoints/%.safetensors,$(INIT))  ## DATA/train and DATA/val -> checkpoints/NAME-OF-DATA.safetensors
+	$(BIN)/python -m models train "$(DATA)" --init "$(INIT)" $(OPTIONS)
 
 install: .venv/installed  ## the virtual environment with what serving and training need
 

@@ -25,20 +25,24 @@ class Augmentation:
         picture as it was before it was squeezed into a square.
         """
         count = len(pictures)
+        drawn = torch.rand((7, count), generator=generator)
+        if pictures.is_cuda:
+            drawn = drawn.pin_memory()  # so that the copy waits for nothing
+        draws = iter(drawn.to(pictures.device, non_blocking=True).unbind())
 
-        def draw(low: float, high: float) -> torch.Tensor:
-            return torch.empty(count).uniform_(low, high, generator=generator).to(pictures.device)
+        def between(low: float, high: float) -> torch.Tensor:
+            return next(draws) * (high - low) + low
 
-        area, shape = draw(self.least_area, 1.0), draw(-math.log(self.widest), math.log(self.widest)).exp()
+        area, shape = between(self.least_area, 1.0), between(-math.log(self.widest), math.log(self.widest)).exp()
         wide = (area * shape / aspects).sqrt().clamp(max=1.0)  # share of the picture's width and height, which are `aspects` to 1
         high = (area / shape * aspects).sqrt().clamp(max=1.0)
-        x, y = draw(-1.0, 1.0) * (1 - wide), draw(-1.0, 1.0) * (1 - high)  # the crop's middle, where the picture spans -1 to 1
-        mirror = draw(-1.0, 1.0).sign()
+        x, y = between(-1.0, 1.0) * (1 - wide), between(-1.0, 1.0) * (1 - high)  # the crop's middle, where the picture spans -1 to 1
+        mirror = torch.where(next(draws) < 0.5, -1.0, 1.0)
         nothing = torch.zeros_like(wide)
         where = torch.stack([torch.stack([wide * mirror, nothing, x], 1), torch.stack([nothing, high, y], 1)], 1)
         grid = F.affine_grid(where, [count, 3, crop, crop], align_corners=False)
         cut = F.grid_sample(pictures.permute(0, 3, 1, 2).float(), grid, padding_mode="border", align_corners=False)
-        contrast, brightness = draw(1 - self.light, 1 + self.light), draw(1 - self.light, 1 + self.light)
+        contrast, brightness = between(1 - self.light, 1 + self.light), between(1 - self.light, 1 + self.light)
         mean = cut.mean((1, 2, 3))
         cut = cut * contrast[:, None, None, None] + (mean * (brightness - contrast))[:, None, None, None]
         return cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()

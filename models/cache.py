@@ -73,7 +73,7 @@ class Cached:
     def load(self, chosen: npt.NDArray[np.intp], pinned: bool = False) -> torch.Tensor:
         """The pixels of some samples, uint8 `[n, side, side, 3]`, in pinned memory for a GPU to copy from."""
         batch = torch.empty((len(chosen), *self.pixels.shape[1:]), dtype=torch.uint8, pin_memory=pinned)
-        np.take(self.pixels, self.rows[chosen], axis=0, out=batch.numpy())
+        np.take(self.pixels, self.rows[chosen], axis=0, out=batch.numpy(), mode="clip")  # the default would copy twice
         return batch
 
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 GOLDEN_SAMPLES = 16
 _KEY = "spyglass"
+_EXPORT = "`python -m models export` makes a checkpoint of weights from elsewhere"
 
 
 class CheckpointError(ValueError):
@@ -90,11 +91,11 @@ def read_header(path: Path) -> Header:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         if isinstance(error, FileNotFoundError):
-            hint = "no such file; `.venv/bin/python -m models pull efficientnet_lite0` makes the default checkpoint"
+            hint = "no such file; `python -m models pull efficientnet_lite0` makes the default checkpoint"
             raise CheckpointError(path, "file", hint) from None
-        raise CheckpointError(path, "file", f"not a readable safetensors file ({error})") from None
+        raise CheckpointError(path, "file", f"not a readable safetensors file ({error}); {_EXPORT}") from None
     if _KEY not in metadata:
-        raise CheckpointError(path, _KEY, "not in the safetensors header: plain weights, not a checkpoint made by `python -m models`")
+        raise CheckpointError(path, _KEY, f"not in the safetensors header: plain weights, no checkpoint; {_EXPORT}")
     try:
         document = json.loads(metadata[_KEY])
     except (ValueError, RecursionError) as error:

@@ -104,9 +104,10 @@ class Trainer:
     def step(self, batch: Batch) -> torch.Tensor:
         """Forward, backward, update. Returns the loss."""
         self.model.train()
-        if len(batch.targets) == 1:
+        if self.config.init or len(batch.targets) == 1:
+            # Features that were learnt keep the statistics they were learnt with: a few small batches have worse ones, and one image none.
             for norm in self.norms:
-                norm.eval()  # one image has no statistics of its own to be normalized by
+                norm.eval()
         pixels = self.augment(batch.pixels, batch.aspects, self.preprocessing.crop, self.random)
         logits = self._forward(pixels)
         loss = F.cross_entropy(logits.float(), batch.targets, label_smoothing=self.config.label_smoothing)

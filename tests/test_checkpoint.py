@@ -176,7 +176,7 @@ def test_a_file_cut_off_anywhere_is_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused_and_the_remedy_named(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "none.safetensors").startswith("file: no such file; `.venv/bin/python -m models pull efficientnet_lite0`")
+    assert refusal(tmp_path / "none.safetensors").startswith("file: no such file; `python -m models pull efficientnet_lite0`")
     assert refusal(tmp_path).startswith("file: not a regular file")
     os.mkfifo(tmp_path / "pipe.safetensors")  # opening it would wait for ever
     assert refusal(tmp_path / "pipe.safetensors").startswith("file: not a regular file")

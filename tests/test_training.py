@@ -26,7 +26,7 @@ PREPROCESSING = Preprocessing(resize=36, crop=32, interpolation="bilinear", mean
 
 def trainer(data: Path, **changes: Any) -> Trainer:
     """From random weights, with one step of 0.4 MB taking some ten milliseconds."""
-    config = TrainConfig(data=data, arch="timm:test_efficientnet", **{"epochs": 2, "batch_size": 8, **changes})
+    config = TrainConfig(**{"data": data, "arch": "timm:test_efficientnet", "epochs": 2, "batch_size": 8, **changes})
     train, val = find_splits(data)
     torch.manual_seed(config.seed)
     model = architectures.build("timm:test_efficientnet", num_classes=len(train.labels), image_size=32)
@@ -104,6 +104,17 @@ def test_a_batch_of_one_does_not_touch_batch_statistics_and_the_next_does(tmp_pa
         assert found.norms[0].num_batches_tracked == count
         found.step(three)
         assert found.norms[0].num_batches_tracked == count + 1
+
+
+def test_a_checkpoint_keeps_its_batch_statistics_and_random_weights_get_theirs(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data", "ab")
+    for changes, learnt in (({}, True), ({"arch": None, "init": Path("a.safetensors")}, False)):
+        found = trainer(data, **changes)
+        mean = found.norms[0].running_mean
+        assert mean is not None
+        before = mean.clone()
+        found.step(next(load_batches(found.train_images, [torch.arange(4).numpy()], found.device)))
+        assert torch.equal(mean, before) != learnt
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_as_a_cosine(tmp_path: Path) -> None:
