@@ -14,11 +14,11 @@ ifeq ($(filter train,$(MAKECMDGOALS))$(DATA),train)
 $(error name the folder that holds train/ and val/: make train DATA=data/flowers)
 endif
 
-.PHONY: serve train install test lint format bench clean
+.PHONY: help serve train install test lint format bench clean
 .DELETE_ON_ERROR:
 
 serve: install $(filter checkpoints/%.safetensors,$(or $(CHECKPOINT),$(SPYGLASS_CHECKPOINT),$(DEFAULT)))  ## serve CHECKPOINT on PORT
-	@exec $(BIN)/python -m service $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT)) $(if $(PORT),--port $(PORT))
+	@exec $(BIN)/python -m service $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(PORT),--port $(PORT))
 
 train: install $(filter checkpoints/%.safetensors,$(INIT))  ## DATA/train and DATA/val -> checkpoints/NAME-OF-DATA.safetensors
 	$(BIN)/python -m models train "$(DATA)" --init "$(INIT)" $(OPTIONS)
@@ -33,14 +33,17 @@ lint: .venv/installed-test  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/installed-test
+format: .venv/installed-test  ## the formatting that lint wants
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: .venv/installed-test $(DEFAULT)  ## this server beside LitServe's quickstart, in about 5 minutes (needs wrk)
 	$(BIN)/python -m benchmarks.serving --checkpoint $(DEFAULT)
 
-clean:
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /make \1: /p' Makefile
+
+clean:  ## remove what install and the tools made
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 .venv/bin/python:
@@ -60,4 +63,5 @@ clean:
 
 # Only where there is no such file yet.
 checkpoints/%.safetensors: | .venv/installed
-	$(BIN)/python -m models pull $* --out $@
+	@echo "there is no $@: making it of the public weights of $*"
+	@$(BIN)/python -m models pull $* --out $@

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from models.checkpoint import CheckpointError, FidelityError, Header, read_header
+from models.checkpoint import CheckpointError, FidelityError, Header, python, read_header
 from models.preprocessing import Preprocessing
 from models.recipe import TrainConfig
 
@@ -63,6 +64,9 @@ def _end(code: int, line: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)  # --epoch is a mistake, not --epochs
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; `{self.prog} --help` says more\n")
 
@@ -85,7 +89,10 @@ _METAVARS = {Path: "PATH", str: "NAME", int: "N", float: "X"}
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Trains on DATA/train/<label>/* and DATA/val/<label>/*, and writes the checkpoint of the best epoch."
+    parser.description = (
+        "Trains on DATA/train/<label>/* and DATA/val/<label>/*, and writes the checkpoint of the best epoch: the one with the highest "
+        "top-1 on val, of equal ones the one with the least loss."
+    )
     parser.add_argument("data", type=Path, metavar="DATA", help="the folder that holds train and val")
     hints = get_type_hints(TrainConfig, include_extras=True)
     for field in dataclasses.fields(TrainConfig):
@@ -93,9 +100,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
             kind, text = get_args(hints[field.name])
             kind = next((part for part in get_args(kind) if part is not NoneType), kind)  # Path | None -> Path
             shown = "" if field.default is None else f" (default: {field.default})"
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar=_METAVARS[kind], help=text + shown
-            )
+            flags = [f"--{field.name.replace('_', '-')}", *(["-o"] if field.name == "out" else [])]
+            parser.add_argument(*flags, type=kind, default=field.default, metavar=_METAVARS[kind], help=text + shown)
     parser.set_defaults(run_command=_train)
 
 
@@ -105,11 +111,13 @@ def _train(options: argparse.Namespace) -> None:
     from models.run import train
 
     before = _version_at(config.checkpoint)
-    header = train(config)
-    _say_written(config.checkpoint, header, before)
+    _say_trained(config.checkpoint, train(config), before)
+
+
+def _say_trained(path: Path, header: Header, before: str) -> None:
     found = header.metrics
-    print(f"top-1 {found['top1']:.4f} ({found['correct']} of {found['samples']} validation images), epoch {found['epoch']}")
-    print(f"serve it: python -m service --checkpoint {config.checkpoint}")
+    print(f"epoch {found['epoch']}: top-1 {found['top1']:.4f} ({found['correct']} of {found['samples']} validation images)")
+    _say_written(path, header, before)
 
 
 # evaluate
@@ -124,11 +132,13 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
         "data", type=Path, metavar="DATA_OR_SPLIT", help="a folder of label folders, or one that holds such a folder as val"
     )
     parser.add_argument("--json", action="store_true", help="all figures, and the answer for each photograph, as JSON")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
+    parser.add_argument("--device", metavar="NAME", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     parser.add_argument(
         "--precision", default="auto", choices=("auto", "fp16", "bf16", "fp32"), help="default: auto, what the server would take"
     )
-    parser.add_argument("--max-bad", type=float, default=0.01, help="share of the files that may be unreadable (default: 0.01)")
+    parser.add_argument(
+        "--max-bad", type=float, metavar="X", default=0.01, help="share of the files that may be unreadable (default: 0.01)"
+    )
     parser.set_defaults(run_command=_evaluate)
 
 
@@ -145,8 +155,12 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="efficientnet_lite0 (needs no network), or any classification architecture of torchvision")
-    parser.add_argument("-o", "--out", type=Path, help="the file to write (default: checkpoints/NAME.safetensors)")
+    parser.add_argument(
+        "name", metavar="NAME", help="efficientnet_lite0 (needs no network), or any classification architecture of torchvision"
+    )
+    parser.add_argument(
+        "-o", "--out", type=_checkpoint_path, metavar="PATH", help="the file to write (default: checkpoints/NAME.safetensors)"
+    )
     parser.set_defaults(run_command=_pull)
 
 
@@ -160,14 +174,23 @@ def _pull(options: argparse.Namespace) -> None:
 
 def _version_at(path: Path) -> str:
     try:
-        return f", replaces version {read_header(path).version}"
+        header = read_header(path)
     except CheckpointError:
         return ", replaces a file that was no checkpoint" if path.exists() else ""
+    top1 = header.metrics.get("top1")
+    return f", replaces version {header.version}" + (f" (top-1 {top1:.4f})" if isinstance(top1, float) else "")
 
 
 def _say_written(path: Path, header: Header, before: str) -> None:
     size = f"{path.stat().st_size / 1e6:.1f} MB"
     print(f"{path}: {header.name}, version {header.version}, {len(header.labels)} labels, {size}{before}")
+    print(f"serve it: {python()} -m service --checkpoint {shlex.quote(str(path))}")
+
+
+def _checkpoint_path(text: str) -> Path:
+    if not text.endswith(".safetensors"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .safetensors")
+    return Path(text)
 
 
 # export
@@ -176,31 +199,61 @@ def _say_written(path: Path, header: Header, before: str) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Makes a checkpoint of weights that torch.save or safetensors wrote: a state dict, bare or inside the file of a training "
-        "script (torchvision's, timm's, Lightning's, your own). Nothing in the file is run."
+        "script (torchvision's, timm's, Lightning's, your own). Nothing in the file is run. Or of a run of `train`, also one that was "
+        "stopped, which knows all the rest."
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="such as model_best.pth.tar, last.ckpt or model.safetensors")
-    parser.add_argument("--arch", required=True, metavar="NAME", help="torchvision's name of the architecture, or timm:NAME")
+    parser.add_argument("file", type=Path, metavar="FILE", help="such as model_best.pth.tar, last.ckpt, model.safetensors; or runs/NAME")
+    parser.add_argument("--arch", metavar="NAME", help="torchvision's name of the architecture, or timm:NAME")
     parser.add_argument(
         "--labels",
-        required=True,
         help="the names of the classes in the order of the logits: a text file with one a line, a JSON file (a list, index to label or "
         "label to index), the folder of label folders that the model was trained on, or the word imagenet",
     )
-    parser.add_argument("-o", "--out", type=Path, help="the file to write (default: checkpoints/ and FILE's name, .safetensors)")
+    parser.add_argument(
+        "-o", "--out", type=_checkpoint_path, metavar="PATH", help="the file to write (default: checkpoints/ and FILE's name, .safetensors)"
+    )
     parser.add_argument("--key", metavar="NAME", help="the entry of FILE to take (default: averaged weights, else the only ones that fit)")
     parser.add_argument(
-        "--golden-from", type=Path, metavar="FOLDER", help="photographs for the golden samples, which go into the file (default: examples/)"
+        "--golden-from",
+        type=Path,
+        metavar="FOLDER",
+        help="photographs for the golden samples, which go into the file (default: examples/, or what the run took)",
     )
     group = parser.add_argument_group("preprocessing, where it differs from that of the architecture's published weights")
-    group.add_argument("--resize", type=int, help="pixels of the shorter side before the crop")
-    group.add_argument("--crop", type=int, help="pixels of each side of what the model sees; alone, it changes --resize in proportion")
-    group.add_argument("--interpolation", help="bilinear, bicubic, ...")
+    group.add_argument("--resize", type=int, metavar="N", help="pixels of the shorter side before the crop")
+    group.add_argument(
+        "--crop", type=int, metavar="N", help="pixels of each side of what the model sees; alone, it changes --resize in proportion"
+    )
+    group.add_argument("--interpolation", metavar="NAME", help="bilinear, bicubic, ...")
     for name in ("--mean", "--std"):
         group.add_argument(name, type=float, nargs=3, metavar=("R", "G", "B"), help="in units where white is 1")
     parser.set_defaults(run_command=_export)
 
 
 def _export(options: argparse.Namespace) -> None:
+    if options.file.is_dir():
+        _export_run(options)
+    elif options.arch is None or options.labels is None:
+        raise ValueError(f"{options.file}: --arch NAME and --labels LABELS are needed; only the folder of a run knows them itself")
+    else:
+        _export_weights(options)
+
+
+def _export_run(options: argparse.Namespace) -> None:
+    given = [name for name in ("arch", "labels", "key", *_PREPROCESSING) if getattr(options, name) is not None]
+    if given:
+        raise ValueError(f"{options.file}: the folder of a run knows its {given[0]} itself; leave out --{given[0]}")
+
+    from models.run import export_run, recipe_of
+
+    before = _version_at(options.out or recipe_of(options.file).checkpoint)
+    _say_trained(*export_run(options.file, options.out, options.golden_from), before)
+
+
+_PREPROCESSING = ("resize", "crop", "interpolation", "mean", "std")
+
+
+def _export_weights(options: argparse.Namespace) -> None:
     from models import architectures, weights
     from models.export import EXAMPLES, export, golden_from
     from models.labels import read_labels
@@ -216,7 +269,7 @@ def _export(options: argparse.Namespace) -> None:
     print(f"weights: {taken.key or 'all'} of {file}" + (f"; --key takes another: {_few(taken.others)}" if taken.others else ""))
     if taken.left_out:
         print(f"left out: {_few(taken.left_out)}")
-    print(f"preprocessing: {_in_words(preprocessing)}")
+    print(f"preprocessing: {_in_words(preprocessing)}; of the published weights of {options.arch}, but for what you gave")
     golden = golden_from(options.golden_from or EXAMPLES, preprocessing)
     photographs = f"photographs in {options.golden_from}" if options.golden_from else "examples/; --golden-from FOLDER takes your own"
     print(f"golden samples: {len(golden)}, which go into the file, from {photographs}")
@@ -238,7 +291,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _changed(preprocessing: Preprocessing, options: argparse.Namespace) -> Preprocessing:
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("resize", "crop", "interpolation", "mean", "std")}
+    given: dict[str, Any] = {name: getattr(options, name) for name in _PREPROCESSING}
     changes: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
     }
@@ -303,4 +356,8 @@ def _json(value: object, indent: int | None = None) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(main())
+    code = main()
+    if code > 2:  # stopped amid its work, torch sometimes aborts while Python takes it apart
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

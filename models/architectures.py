@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,18 @@ def _timm_config(name: str) -> Any:
 def _closest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3)
     return f" (close: {', '.join(close)})" if close else ""
+
+
+def set_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, assign: bool = False) -> None:
+    """Load a state dict that need not hold every weight; the others stay. Raises RuntimeError for a wrong name or shape.
+
+    `assign` takes the tensors themselves in place of copies.
+    """
+    whole = model.state_dict()  # with the versions of its modules, which some of them want to see
+    if strangers := state.keys() - whole.keys():
+        raise RuntimeError(f"not in the model: {', '.join(sorted(strangers))}")
+    whole.update(state)
+    model.load_state_dict(whole, assign=assign)
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

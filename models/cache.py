@@ -106,7 +106,7 @@ def _cache(folder: Path, samples: Samples, preprocessing: Preprocessing, side: i
     decoder = (PIL.__version__, importlib.util.find_spec("pillow_heif") is not None)
     settings = {"format": 1, "read": read.func.__name__, "side": side, "preprocessing": preprocessing.to_dict(), "decoder": decoder}
     key = hashlib.sha256(json.dumps([settings, str(samples.folder.resolve())]).encode()).hexdigest()[:16]
-    store = folder / f"{samples.folder.name}-{key}.pixels"
+    store = folder / f"{samples.folder.parent.name}-{samples.folder.name}-{key}.pixels"
     identities = [_identify(file, samples.folder) for file in samples.files]
     known, pixels = _open(store, side)
     if list(known) != identities:
@@ -157,7 +157,7 @@ def _fill(
             os.posix_fallocate(file.fileno(), 0, math.prod(shape))  # a full disk is an error now, not a killed process later
             pixels = np.memmap(file, np.uint8, "r+", shape=shape)
             fresh = decode_all([path for identity, path in files.items() if identity not in known], read)
-            with Progress(f"decoding {store.stem.rpartition('-')[0]}", len(files)) as progress:
+            with Progress(f"decoding {store.stem.split('-')[-2]}", len(files)) as progress:
                 for row, identity in enumerate(files):
                     if identity in known:
                         entries[identity] = known[identity]._replace(row=row)

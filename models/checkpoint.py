@@ -25,14 +25,19 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 GOLDEN_SAMPLES = 16
 _KEY = "spyglass"
-_EXPORT = "`python -m models export` makes a checkpoint of weights from elsewhere"
+
+
+def python() -> str:
+    """How to start this Python from a shell that stands where we do: for messages that say what to type."""
+    path = os.path.relpath(sys.executable)
+    return "python" if path.startswith("..") else path
 
 
 class CheckpointError(ValueError):
     """A checkpoint that must not be served. The message names the file, the field, and what is wrong with it."""
 
     def __init__(self, path: Path, field: str, problem: str) -> None:
-        super().__init__(f"{path}: {field}: {problem}")
+        super().__init__(f"{path}: {problem}" if field == "file" else f"{path}: {field}: {problem}")
         self.path, self.field, self.problem = path, field, problem
 
 
@@ -91,16 +96,22 @@ def read_header(path: Path) -> Header:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         if isinstance(error, FileNotFoundError):
-            hint = "no such file; `python -m models pull efficientnet_lite0` makes the default checkpoint"
-            raise CheckpointError(path, "file", hint) from None
-        raise CheckpointError(path, "file", f"not a readable safetensors file ({error}); {_EXPORT}") from None
+            others = sorted(other.name for other in path.parent.glob("*.safetensors"))
+            there = f"; {path.parent} has {', '.join(others[:10])}" if others else ""
+            hint = f"; `{python()} -m models pull efficientnet_lite0` makes the default checkpoint"
+            raise CheckpointError(path, "file", f"no such file{there or hint}") from None
+        raise CheckpointError(path, "file", f"not a readable safetensors file ({error}); {_export_hint()}") from None
     if _KEY not in metadata:
-        raise CheckpointError(path, _KEY, f"not in the safetensors header: plain weights, no checkpoint; {_EXPORT}")
+        raise CheckpointError(path, _KEY, f"not in the safetensors header: plain weights, no checkpoint; {_export_hint()}")
     try:
         document = json.loads(metadata[_KEY])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, _KEY, f"not valid JSON ({error})") from None
     return _parse_header(document, path)
+
+
+def _export_hint() -> str:
+    return f"`{python()} -m models export` makes a checkpoint of weights from elsewhere"
 
 
 def _parse_header(document: Any, path: Path) -> Header:
@@ -181,9 +192,7 @@ def load(path: Path) -> Checkpoint:
     version = version_of(state, header.labels, header.preprocessing, header.temperature)
     if version != header.version:
         raise CheckpointError(path, "version", f"the header says {header.version}, the contents give {version}: the file was changed")
-    own = model.state_dict()  # with the versions of its modules, which some want to see
-    own.update(state)
-    model.load_state_dict(own, assign=True)
+    architectures.set_weights(model, state, assign=True)
     model.requires_grad_(False)
     return Checkpoint(header=header, model=model, golden_pixels=golden["golden.pixels"], golden_logits=golden["golden.logits"])
 

@@ -86,7 +86,9 @@ def find_splits(root: Path) -> tuple[Samples, Samples]:
         raise DataError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}; {_LAYOUT.format(root)}")
     for split in ("train", "val"):
         if not (root / split).is_dir():
-            raise DataError(f"{root / split}: no such folder; {_LAYOUT.format(root)}")
+            above = root.resolve().parent
+            hint = f"name {above}, which has it" if (above / split).is_dir() else _LAYOUT.format(root)
+            raise DataError(f"{root / split}: no such folder; {hint}")
     train, val = find_samples(root / "train"), find_samples(root / "val")
     if len(train.labels) < 2:
         raise DataError(f"{train.folder}: only one class, {train.labels[0]!r}; a classifier needs at least two label folders")
@@ -152,7 +154,7 @@ def decode_all(files: Sequence[Path], read: Callable[[bytes], T]) -> Iterator[T 
         try:
             return read(read_file(file))
         except ImageError as error:
-            return BadFile(file, str(error))
+            return BadFile(file, str(error).partition(". ")[0].removesuffix("."))  # what follows is for clients of the server
         except OSError as error:
             return BadFile(file, f"can't be read ({error.strerror or error})")
 

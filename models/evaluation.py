@@ -6,6 +6,7 @@ import copy
 import ctypes
 import difflib
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +28,10 @@ def find_device(name: str) -> torch.device:
     """auto, cpu, cuda or cuda:1 -> a device that works. Raises ValueError naming the option, the value and what is wrong."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device {name}: allowed are auto, cpu, cuda and cuda:1")
+    device = torch.device(name)
     try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("allowed are auto, cpu and cuda")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
         reason = str(error).splitlines()[0]
@@ -124,11 +125,13 @@ class Evaluation:
         }
 
     def to_text(self) -> str:
-        """Top-1 with its count, and the same for each class."""
-        by_class = list(self._by_class())
-        width = max(len(label) for label, _, _ in by_class)
-        lines = [f"top-1 {self.top1:.4f} ({self.right.sum()} of {len(self.right)})"]
-        return "\n".join(lines + [f"  {label:{width}}  {correct / count:.4f} ({correct} of {count})" for label, correct, count in by_class])
+        """What was judged on what; top-1 with its count, and the same for each class."""
+        header, run = self.classifier.header, f"{self.classifier.precision} on {self.classifier.device}"
+        lines = [
+            f"{header.name} {header.version}, {self.samples.folder}, {run}",
+            f"top-1 {self.top1:.4f} ({self.right.sum()} of {len(self.right)})",
+        ]
+        return "\n".join(lines + [f"  {correct / count:.4f} ({correct} of {count})  {label}" for label, correct, count in self._by_class()])
 
     def _by_class(self) -> Iterator[tuple[str, int, int]]:
         labels = self.classifier.header.labels
@@ -151,7 +154,8 @@ def evaluate(path: Path, data: Path, *, device: str = "auto", precision: str = "
     for label in samples.labels:
         if label not in labels:
             close = difflib.get_close_matches(label, labels, n=3) or labels[:3]
-            raise DataError(f"{samples.folder}: {label!r} is no label of {path}, which has {', '.join(map(repr, close))}, ...")
+            more = ", ..." if len(labels) > len(close) else ""
+            raise DataError(f"{samples.folder}: {label!r} is no label of {path}, which has {', '.join(map(repr, close))}{more}")
     classifier = Classifier(checkpoint.load(path), where, precision)
     results: list[torch.Tensor] = []
     good, bad = [], []

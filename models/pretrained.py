@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from pathlib import Path
@@ -100,7 +101,9 @@ def _timm_name(name: str) -> str:
 def _torchvision(name: str) -> Pretrained:
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
-        raise ValueError(f"no public weights for {name!r}: `pull` takes efficientnet_lite0 or one of torchvision's: {', '.join(names)}")
+        close = difflib.get_close_matches(name, names, n=3) or ["resnet50"]
+        known = f"efficientnet_lite0 and the {len(names)} classification architectures of torchvision, such as {', '.join(close)}"
+        raise ValueError(f"no public weights for {name!r}: `pull` takes {known}")
     published = torchvision.models.get_model_weights(name).DEFAULT
     try:
         state = published.get_state_dict(progress=True, check_hash=True, map_location="cpu", weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import TracebackType
@@ -26,7 +27,9 @@ class Progress:
         self.started = self._said = time.monotonic()
         self._bar: tqdm[NoReturn] | None = None
         if sys.stderr.isatty():
-            self._bar = tqdm(desc=title, total=total, unit=" images", leave=False, dynamic_ncols=True, smoothing=0.1, file=sys.stderr)
+            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            width = {"dynamic_ncols": True} if known else {"ncols": 80}
+            self._bar = tqdm(desc=title, total=total, unit=" images", leave=False, smoothing=0.1, file=sys.stderr, **width)
 
     def __enter__(self) -> Progress:
         return self

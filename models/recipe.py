@@ -28,7 +28,7 @@ class TrainConfig:
     max_bad: Annotated[float, "share of the files that may be unreadable before the run stops"] = 0.01
     golden_from: Annotated[Path | None, "take the golden samples from this folder instead of from the validation images"] = None
     run: Annotated[Path | None, "folder of the run, which must not exist; default runs/DATE-TIME"] = None
-    out: Annotated[Path | None, "the checkpoint to write; default checkpoints/NAME-OF-THE-DATA-FOLDER.safetensors"] = None
+    out: Annotated[Path | None, "the checkpoint to write; default checkpoints/NAME-OF-DATA.safetensors"] = None
 
     def __post_init__(self) -> None:
         def need(condition: bool, name: str, allowed: str) -> None:
@@ -43,6 +43,7 @@ class TrainConfig:
         need(0 <= self.weight_decay < math.inf, "weight_decay", "0 or more")
         for name in ("label_smoothing", "warmup", "max_bad"):
             need(0 <= getattr(self, name) <= 1, name, "from 0 to 1")
+        need(self.out is None or self.out.suffix == ".safetensors", "out", "a name that ends in .safetensors")
         need(0 <= self.seed < 2**63, "seed", "a whole number from 0 to 2^63 - 1")
 
     @property
@@ -59,6 +60,15 @@ class TrainConfig:
         fields = dataclasses.asdict(self) | {"lr": self.peak_lr}
         return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> TrainConfig:
+        """What `to_dict` gave. Raises TypeError and ValueError."""
+        values: dict[str, Any] = {name: Path(value) if value and name in _PATHS else value for name, value in fields.items()}
+        return cls(**values)
+
     def choices(self) -> dict[str, Any]:
         """The fields that decide the weights, without the paths, which are nobody else's business."""
         return {name: value for name, value in self.to_dict().items() if not isinstance(getattr(self, name), Path)}
+
+
+_PATHS = {"data", "init", "golden_from", "run", "out"}  # texts in JSON

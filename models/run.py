@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,21 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from models import architectures, checkpoint
-from models.cache import cache_pictures, cache_pixels, even_batches
-from models.checkpoint import GOLDEN_SAMPLES, Checkpoint, Header
-from models.data import BadFile, check_bad, find_splits
+from models.cache import Cached, cache_pictures, cache_pixels, even_batches
+from models.checkpoint import GOLDEN_SAMPLES, Checkpoint, Header, python
+from models.data import BadFile, DataError, check_bad, find_samples, find_splits
 from models.evaluation import Classifier, find_device, judge, keep_freed_memory
 from models.export import export, golden_from
 from models.preprocessing import Preprocessing
 from models.progress import say
 from models.recipe import TrainConfig
 from models.training import BEST, Trainer
+
+CONFIG = "config.json"
 
 
 def train(config: TrainConfig) -> Header:
@@ -34,69 +38,113 @@ def train(config: TrainConfig) -> Header:
     device = find_device(config.device)
     keep_freed_memory(device)
     run = config.run or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    config = replace(config, run=run, out=config.checkpoint, data=config.data.resolve())
     if run.exists():
         raise ValueError(f"--run {run}: is there already; name another, or remove it")
-    out = config.checkpoint
-    _must_be_writable(out)
     train_samples, val_samples = find_splits(config.data)
-    labels = train_samples.labels
+    _must_be_writable(config.checkpoint)
     torch.manual_seed(config.seed)
-    start = _begin(config, labels)
-    preprocessing = start.preprocessing
-
-    train_images = cache_pictures(run.parent / ".cache", train_samples, preprocessing)
-    val_images = cache_pixels(run.parent / ".cache", val_samples, preprocessing)
+    start = _begin(config, train_samples.labels)
+    train_images = cache_pictures(run.parent / ".cache", train_samples, start.preprocessing)
+    val_images = cache_pixels(run.parent / ".cache", val_samples, start.preprocessing)
     bad = (*train_images.bad, *val_images.bad)
     check_bad(bad, len(train_samples.files) + len(val_samples.files), config.max_bad)
-    if config.golden_from:
-        golden, source = golden_from(config.golden_from, preprocessing), f"{config.golden_from.resolve().name}/"
-    else:
-        golden = val_images.load(np.linspace(0, len(val_images) - 1, GOLDEN_SAMPLES).astype(np.intp))  # they are in order of labels
-        source = "the validation images"
+    golden, source = _golden(val_images, config.golden_from, start.preprocessing)
 
     run.mkdir(parents=True)
-    (run / "config.json").write_text(json.dumps(config.to_dict() | {"labels": labels}, indent=2, ensure_ascii=False))
+    data = {
+        "name": config.data.resolve().name,
+        "train": train_images.samples.counts(),
+        "val": val_images.samples.counts(),
+        "bad_files": len(bad),
+    }
+    facts = {
+        "recipe": config.to_dict(),
+        "architecture": start.architecture,
+        "labels": train_samples.labels,
+        "preprocessing": start.preprocessing.to_dict(),
+        "origin": {"data": data, "recipe": config.choices(), "init": start.origin},
+    }
+    (run / CONFIG).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
     _report_bad(bad, run)
-    say(f"{len(labels)} classes, {len(train_images)} images for training, {len(val_images)} for validation; {run}")
-
+    say(f"{len(train_samples.labels)} classes, {len(train_images)} images for training, {len(val_images)} for validation; {run}")
     try:
-        best = Trainer(config, start.model, preprocessing, device, train_images, val_images, start.new_head).fit(run)
+        Trainer(config, start.model, start.preprocessing, device, train_images, val_images, start.new_head).fit(run)
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"{str(error).splitlines()[0]}; lower --batch-size or --image-size") from None
     except KeyboardInterrupt:
-        say(f"no checkpoint is written; weights of the best epoch so far, if one was complete: {run / BEST}")
+        if (run / BEST).exists():
+            say(f"no checkpoint is written; `{python()} -m models export {shlex.quote(str(run))}` makes one of the best epoch so far")
         raise
+    return _export(run, config.checkpoint, device, val_images, golden, source)
 
-    model = architectures.build(start.architecture, num_classes=len(labels), image_size=preprocessing.crop)
-    model.load_state_dict(safetensors.torch.load_file(run / BEST))
-    hint = "" if config.golden_from else "; --golden-from FOLDER takes others"
+
+def export_run(run: Path, out: Path | None = None, golden_from: Path | None = None) -> tuple[Path, Header]:
+    """Write the checkpoint of the best epoch of a run, also of one that was stopped. Returns the file and its header.
+
+    `out` and `golden_from` are by default what the run was told. Raises DataError, CheckpointError and ValueError, as `train` does.
+    """
+    config, facts = recipe_of(run), _facts(run)
+    preprocessing = Preprocessing.from_dict(facts["preprocessing"])
+    if not (run / BEST).exists():
+        raise ValueError(f"{run}: no epoch of this run was complete; there are no weights to export")
+    device = find_device(config.device)
+    keep_freed_memory(device)
+    val_samples = find_samples(config.data / "val")
+    if list(val_samples.labels) != facts["labels"]:
+        raise DataError(f"{val_samples.folder}: its labels are no longer those that {run} was trained with")
+    _must_be_writable(out or config.checkpoint)
+    val_images = cache_pixels(run.parent / ".cache", val_samples, preprocessing)
+    golden, source = _golden(val_images, golden_from or config.golden_from, preprocessing)
+    return out or config.checkpoint, _export(run, out or config.checkpoint, device, val_images, golden, source)
+
+
+def recipe_of(run: Path) -> TrainConfig:
+    """What a run was told. Raises ValueError where the folder is not one of a run."""
+    try:
+        return TrainConfig.from_dict(_facts(run)["recipe"])
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{run}: not the folder of a run: {CONFIG} in it can't be read ({error})") from None
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((run / CONFIG).read_text())
+    return facts
+
+
+def _golden(val_images: Cached, folder: Path | None, preprocessing: Preprocessing) -> tuple[torch.Tensor, str]:
+    """The golden samples, uint8 `[16, crop, crop, 3]`, and where they come from."""
+    if folder:
+        return golden_from(folder, preprocessing), f"{folder.resolve().name}/"
+    spread = np.linspace(0, len(val_images) - 1, GOLDEN_SAMPLES).astype(np.intp)  # over all labels, by which they are sorted
+    return val_images.load(spread), "the validation images"
+
+
+def _export(run: Path, out: Path, device: torch.device, val_images: Cached, golden: torch.Tensor, source: str) -> Header:
+    facts = _facts(run)
+    preprocessing = Preprocessing.from_dict(facts["preprocessing"])
+    model = architectures.build(facts["architecture"], num_classes=len(facts["labels"]), image_size=preprocessing.crop)
+    with safe_open(run / BEST, framework="pt") as file:
+        epoch = int(file.metadata()["epoch"])
+    architectures.set_weights(model, safetensors.torch.load_file(run / BEST))
+    hint = "; --golden-from FOLDER takes others" if source == "the validation images" else ""
     say(f"golden samples: {len(golden)}, which go into the file, from {source}{hint}")
 
     def measure(made: Checkpoint) -> dict[str, Any]:
         classifier = Classifier(made, device)
         chunks = even_batches(np.arange(len(val_images)), 256)
         probabilities = torch.cat([classifier.predict(val_images.load(rows)) for rows in chunks])
-        return judge(classifier, val_images.samples, probabilities).metrics() | {"epoch": best}
+        return judge(classifier, val_images.samples, probabilities).metrics() | {"epoch": epoch}
 
     return export(
         out,
         model,
         name=out.stem,
-        architecture=start.architecture,
-        labels=labels,
+        architecture=facts["architecture"],
+        labels=tuple(facts["labels"]),
         preprocessing=preprocessing,
         golden_pixels=golden,
-        origin={
-            "data": {
-                "name": config.data.resolve().name,
-                "train": train_images.samples.counts(),
-                "val": val_images.samples.counts(),
-                "bad_files": len(bad),
-            },
-            "recipe": config.choices(),
-            "init": start.origin,
-            "golden_samples": source,
-        },
+        origin=facts["origin"] | {"golden_samples": source},
         measure=measure,
     )
 
@@ -139,14 +187,14 @@ def _begin(config: TrainConfig, labels: tuple[str, ...]) -> _Start:
         other = architectures.build(header.architecture, num_classes=len(header.labels) + 1, image_size=header.preprocessing.crop)
         state = {name: state[name] for name, tensor in other.state_dict().items() if tensor.shape == state[name].shape}
     try:
-        new_head = model.load_state_dict(state, strict=False).missing_keys
+        architectures.set_weights(model, state)
     except RuntimeError:
         raise ValueError(
             f"--image-size {preprocessing.crop}: the weights of {config.init} are for {header.preprocessing.crop} pixels only"
         ) from None
-    for name in new_head:
+    new_head = {name: weight for name, weight in model.named_parameters() if name not in state}
+    for weight in new_head.values():
         # Small: some architectures begin with a head so large that, on good features, the first steps only undo it.
-        weight = model.get_parameter(name)
         nn.init.zeros_(weight) if weight.ndim == 1 else nn.init.normal_(weight, std=0.01)
     say(f"{header.architecture} with the weights of {header.name} {header.version}" + (" and a new head" if new_head else ""))
     origin = {"name": header.name, "version": header.version, "origin": header.origin}

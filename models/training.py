@@ -42,7 +42,7 @@ class Trainer:
         self.config, self.preprocessing, self.device, self.train_images, self.val_images = config, preprocessing, device, train, val
         self.model = model.to(device).to(memory_format=torch.channels_last)
         self.norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)]
-        self.dtype = _training_dtype(device)
+        self.dtype = _training_dtype(device, preprocessing.crop)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)  # bf16 has float32's range
         self.optimizer = torch.optim.AdamW(_groups(model, new_head, config.peak_lr, config.weight_decay), fused=True)
         self.steps, self.all_steps = 0, config.epochs * len(even_batches(train.rows, config.batch_size))
@@ -58,14 +58,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share
 
-    def fit(self, run: Path) -> int:
-        """Train all epochs, write a line of metrics for each, and the weights of the best. Returns the number of that epoch."""
-        best, best_score = 0, (-1.0, 0.0)
+    def fit(self, run: Path) -> None:
+        """Train all epochs; write a line of metrics for each, and the weights of the best: highest top-1, then least loss."""
+        best_score = (-1.0, 0.0)
         for epoch in range(1, self.config.epochs + 1):
             started = time.monotonic()
-            with Progress(f"epoch {epoch}/{self.config.epochs}", len(self.train_images) + len(self.val_images)) as progress:
+            with Progress(f"epoch {epoch}/{self.config.epochs}", len(self.train_images)) as progress:
                 train_loss = self.train_epoch(progress)
                 lr, rate = min(group["lr"] for group in self.optimizer.param_groups), progress.rate
+            with Progress("validation", len(self.val_images)) as progress:
                 val_loss, val_top1 = self.validate(progress)
             facts = {
                 "epoch": epoch,
@@ -81,24 +82,25 @@ class Trainer:
                 file.write(json.dumps(facts) + "\n")
             better = (val_top1, -val_loss) > best_score
             if better:
-                best, best_score = epoch, (val_top1, -val_loss)
-                _write_weights(self.model, run / BEST)
+                best_score = (val_top1, -val_loss)
+                _write_weights(self.model, run / BEST, epoch)
             say(
                 f"epoch {epoch}/{self.config.epochs}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, top-1 {val_top1:.4f}, "
                 f"{rate:.0f} images/s, {facts['seconds']:.0f} s{', the best so far' if better else ''}"
             )
-        return best
 
     def train_epoch(self, progress: Progress) -> float:
-        """One step for each batch. Returns the mean loss. Raises ValueError where that is no number."""
+        """One step for each batch. Returns the mean loss. Raises ValueError where that, or a weight, is no number any more."""
         order = torch.randperm(len(self.train_images), generator=self.random).numpy()
         total = torch.zeros((), device=self.device)
         for batch in load_batches(self.train_images, even_batches(order, self.config.batch_size), self.device):
             total += self.step(batch) * len(batch.targets)
             progress.add(len(batch.targets))
+        for tensor in self.model.state_dict().values():
+            total += 0 * tensor.sum()  # of all that is no number, one is enough
         mean = float(total) / len(self.train_images)
         if not math.isfinite(mean):
-            raise ValueError(f"the training loss became {mean}: lower --lr (now {self.config.peak_lr:g})")
+            raise ValueError(f"the loss or a weight is no finite number any more: lower --lr (now {self.config.peak_lr:g})")
         return mean
 
     def step(self, batch: Batch) -> torch.Tensor:
@@ -146,16 +148,20 @@ def _groups(model: nn.Module, new_head: frozenset[str], lr: float, weight_decay:
     return [{"params": weights, "peak": peak, "weight_decay": decay} for (peak, decay), weights in groups.items()]
 
 
-def _training_dtype(device: torch.device) -> torch.dtype:
+def _training_dtype(device: torch.device, crop: int) -> torch.dtype:
     """What matrix products are computed in; the weights stay float32."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if crop < 64:
+        # oneDNN leaves rubbish in bf16 gradients of a strided convolution over a single pixel, which is what such images end as.
+        return torch.float32
     return architectures.DTYPES[architectures.fastest_precision(device)]
 
 
-def _write_weights(model: nn.Module, path: Path) -> None:
+def _write_weights(model: nn.Module, path: Path, epoch: int) -> None:
     """The old file or the new one, whole, whenever the process ends."""
     temporary = path.with_suffix(".part")
-    safetensors.torch.save_file({name: tensor.cpu().contiguous().clone() for name, tensor in model.state_dict().items()}, temporary)
+    weights = {name: tensor.cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    safetensors.torch.save_file(weights, temporary, metadata={"epoch": str(epoch)})
     os.chmod(temporary, 0o644)
     os.replace(temporary, path)

@@ -20,10 +20,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from models import architectures, checkpoint
+from models import checkpoint
 from models.checkpoint import Bounds, CheckpointError, fidelity
-from models.export import export
-from models.preprocessing import Preprocessing
 from tests.conftest import make_tiny
 
 Tensors = dict[str, torch.Tensor]
@@ -229,15 +227,6 @@ def test_channels_last_weights_are_saved_and_mean_the_same(tiny: Path, tmp_path:
     assert not stem.is_contiguous()
     checkpoint.save(tmp_path / "moved.safetensors", moved)
     assert (tmp_path / "moved.safetensors").read_bytes() == tiny.read_bytes()
-
-
-def test_modules_that_ask_for_the_version_of_their_weights_get_it(tmp_path: Path) -> None:
-    preprocessing = Preprocessing(resize=32, crop=32, interpolation="bilinear", mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
-    model = architectures.build("mnasnet0_5", num_classes=2, image_size=32)
-    facts = {"name": "m", "architecture": "mnasnet0_5", "labels": ("a", "b"), "preprocessing": preprocessing, "origin": {}}
-    export(tmp_path / "m.safetensors", model, golden_pixels=torch.zeros(16, 32, 32, 3, dtype=torch.uint8), **facts)  # type: ignore[arg-type]
-    found = checkpoint.load(tmp_path / "m.safetensors").model.state_dict()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_full_disk_is_an_oserror(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,15 @@ def test_random_weights_of_an_architecture_get_its_published_preprocessing_in_th
     assert header.origin["recipe"]["lr"] == 1e-3
 
 
+def test_modules_that_ask_for_the_version_of_their_weights_get_it(tmp_path: Path) -> None:
+    """On the way into the run, out of it, into the checkpoint and back: mnasnet refuses weights without it."""
+    data = make_data(tmp_path / "data", "ab", train=1, val=1)
+    out = tmp_path / "out.safetensors"
+    train(config(data, None, arch="mnasnet0_5", image_size=32))
+    header = train(config(data, out, run=tmp_path / "runs/two"))
+    assert header.architecture == checkpoint.load(out).header.architecture == "mnasnet0_5"
+
+
 def test_one_file_for_each_class_is_enough_to_run(tmp_path: Path, tiny: Path) -> None:
     header = train(config(make_data(tmp_path / "data", "ab", train=1, val=1), tiny))
     assert header.metrics["samples"] == 2
