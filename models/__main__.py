@@ -118,6 +118,7 @@ def _say_trained(path: Path, header: Header, before: str) -> None:
     found = header.metrics
     print(f"epoch {found['epoch']}: top-1 {found['top1']:.4f} ({found['correct']} of {found['samples']} validation images)")
     _say_written(path, header, before)
+    _say_how_to_serve(path)
 
 
 # evaluate
@@ -184,6 +185,9 @@ def _version_at(path: Path) -> str:
 def _say_written(path: Path, header: Header, before: str) -> None:
     size = f"{path.stat().st_size / 1e6:.1f} MB"
     print(f"{path}: {header.name}, version {header.version}, {len(header.labels)} labels, {size}{before}")
+
+
+def _say_how_to_serve(path: Path) -> None:
     print(f"serve it: {python()} -m service --checkpoint {shlex.quote(str(path))}")
 
 
@@ -217,7 +221,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--golden-from",
         type=Path,
         metavar="FOLDER",
-        help="photographs for the golden samples, which go into the file (default: examples/, or what the run took)",
+        help="photographs for the golden samples (default: examples/, or what the run took)",
     )
     group = parser.add_argument_group("preprocessing, where it differs from that of the architecture's published weights")
     group.add_argument("--resize", type=int, metavar="N", help="pixels of the shorter side before the crop")
@@ -288,6 +292,7 @@ def _export_weights(options: argparse.Namespace) -> None:
         origin=origin | ({"key": taken.key} if taken.key else {}),
     )
     _say_written(out, header, before)
+    _say_how_to_serve(out)
 
 
 def _changed(preprocessing: Preprocessing, options: argparse.Namespace) -> Preprocessing:

@@ -91,6 +91,12 @@ def test_what_is_wrong_with_the_folders_is_said_in_one_line(tmp_path: Path, mess
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_named_one_level_too_deep_is_told_so(tmp_path: Path) -> None:
+    make_data(tmp_path, "ab", train=1, val=1)
+    with pytest.raises(DataError, match=f"^{tmp_path}/train/train: no such folder; name {tmp_path}, which has it$"):
+        find_splits(tmp_path / "train")
+
+
 def test_bad_files_are_named_with_their_reasons_in_place_of_their_pixels(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("good.png", "text.jpg", "cut.png", "pipe.png", "gone.png")]
     files[0].write_bytes(encode((10, 20, 30)))

@@ -38,7 +38,8 @@ def photographs(tmp_path: Path, tiny: Path) -> Path:
 def test_top1_is_counted_over_all_and_over_each_class(tiny: Path, photographs: Path) -> None:
     found = evaluate(tiny, photographs, device="cpu", precision="fp32")
     assert (found.top1, found.right.sum(), len(found.right)) == (2 / 3, 2, 3)
-    assert found.to_text().splitlines()[0] == "top-1 0.6667 (2 of 3)"
+    version = checkpoint.read_header(tiny).version
+    assert found.to_text().splitlines()[:2] == [f"tiny {version}, {photographs}, fp32 on cpu", "top-1 0.6667 (2 of 3)"]
     document = json.loads(json.dumps(found.to_dict()))
     assert {facts["samples"]: facts["correct"] for facts in document["classes"].values()} == {2: 1, 1: 1}
     wrong = [image for image in document["images"] if image["label"] != image["predicted"]]
@@ -109,10 +110,18 @@ def test_a_judgement_knows_each_row(tiny: Path, photographs: Path) -> None:
     assert found.right.tolist() == (samples.targets[[0, 1, 0]] == samples.targets).tolist()
 
 
-@pytest.mark.parametrize(("name", "reason"), [("gpu", "gpu"), ("meta", "allowed are auto, cpu and cuda"), ("cuda:99", "")])
-def test_a_device_that_is_not_there_is_refused_by_name(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"^--device {name} is not possible: .*{reason}.*\(torch 2\..*, CUDA ") as caught:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpu", "--device gpu: allowed are auto, cpu, cuda and cuda:1"),
+        ("meta", "--device meta: allowed are"),
+        ("cuda:99", "--device cuda:99 is not possible: "),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
         find_device(name)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 

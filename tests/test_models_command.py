@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
+from safetensors.torch import save_file
 
 from models import __main__ as command_line
 from models import architectures, checkpoint
@@ -81,9 +82,11 @@ def test_export_says_what_it_took_left_out_and_assumed(given: Path, capsys: pyte
     assert capsys.readouterr().out.splitlines() == [
         f"weights: state_dict.net of {given}/best.pth.tar",
         "left out: criterion.weight",
-        "preprocessing: resize 168, crop 160, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225",
+        "preprocessing: resize 168, crop 160, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225; "
+        f"of the published weights of {SMALL}, but for what you gave",
         "golden samples: 16, which go into the file, from examples/; --golden-from FOLDER takes your own",
         f"{out}: pets, version {first.version}, 3 labels, 1.6 MB",
+        f"serve it: {checkpoint.python()} -m service --checkpoint {out}",
     ]
     assert first.origin["weights"] == "best.pth.tar"
     assert first.origin["key"] == "state_dict.net"
@@ -91,7 +94,7 @@ def test_export_says_what_it_took_left_out_and_assumed(given: Path, capsys: pyte
     assert first.origin["sha256"] == hashlib.sha256((given / "best.pth.tar").read_bytes()).hexdigest()
     assert "licence" not in first.origin
     assert _export(given, "-o", str(out), "--crop", "32") == 0
-    assert capsys.readouterr().out.endswith(f", replaces version {first.version}\n")
+    assert f", replaces version {first.version}\n" in capsys.readouterr().out
 
 
 def test_export_says_which_other_weights_there_are(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,11 +164,18 @@ def test_export_refuses_wrong_input_with_2_and_one_line(
     assert not (given / "new").exists()
 
 
+def test_weights_need_an_architecture_and_labels(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["export", str(given / "best.pth.tar"), "--arch", SMALL]) == 2
+    assert _error(capsys).startswith(f"{given}/best.pth.tar: --arch NAME and --labels LABELS are needed")
+
+
 def test_export_never_replaces_the_weights_themselves(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (given / "best.pth.tar").read_bytes()
-    assert _export(given, "-o", str(given / "." / "best.pth.tar")) == 2
+    state = architectures.build(SMALL, num_classes=3, image_size=32).state_dict()
+    save_file(state, given / "best.safetensors")
+    before = (given / "best.safetensors").read_bytes()
+    assert _export(given, "-o", str(given / "." / "best.safetensors"), weights="best.safetensors") == 2
     assert "would replace the weights themselves" in _error(capsys)
-    assert (given / "best.pth.tar").read_bytes() == before
+    assert (given / "best.safetensors").read_bytes() == before
 
 
 # pull
@@ -196,10 +206,10 @@ def test_pull_without_an_output_writes_into_checkpoints(tmp_path: Path, monkeypa
     assert written == [Path("checkpoints/resnet18.safetensors")]
 
 
-@pytest.mark.parametrize("out", ["file/model.safetensors", "folder"])
+@pytest.mark.parametrize("out", ["file/model.safetensors", "folder.safetensors"])
 def test_a_path_that_cannot_be_written_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.safetensors").mkdir()
     assert command_line.main(["pull", "efficientnet_lite0", "-o", str(tmp_path / out)]) == 2
     assert _error(capsys).startswith(f"{tmp_path}/{out.partition('/')[0]}: ")
 
@@ -258,7 +268,7 @@ def test_inspect_imports_no_torch(tiny: Path) -> None:
 @pytest.mark.parametrize("name", ["absent.safetensors", "", "labels.txt"])
 def test_inspect_refuses_what_is_no_checkpoint(given: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert command_line.main(["inspect", str(given / name)]) == 2
-    assert _error(capsys).startswith(f"{given / name}: file: ")
+    assert _error(capsys).startswith(f"{given / name}: no")
 
 
 # Exit codes
@@ -304,7 +314,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tiny: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-WRONG = ["", "pull", "push resnet18", "pull resnet18 --out", "pull a b", "export a", "export a --arch b --labels c --crop x", "inspect"]
+WRONG = ["", "pull", "push resnet18", "pull resnet18 --out", "pull a b", "pull a --out a.pth", "export a --arch b --labels c --crop x", "inspect"]
 
 
 @pytest.mark.parametrize("arguments", WRONG)

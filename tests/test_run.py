@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from models import __main__ as command_line
 from models import checkpoint, run
@@ -38,7 +37,7 @@ def test_from_photographs_to_an_answer(tmp_path: Path, tiny: Path, start_server:
     )
     assert trained.returncode == 0, trained.stderr
     assert "\r" not in trained.stderr
-    assert f"left out: {data}/val/蜜蜂/broken.jpg: These 8 bytes are no image." in trained.stderr
+    assert f"left out: {data}/val/蜜蜂/broken.jpg: These 8 bytes are no image\n" in trained.stderr
     assert len(re.findall(r"^epoch \d/6: train loss ", trained.stderr, re.M)) == 6
     assert {file.name for file in folder.iterdir()} == {"config.json", "metrics.jsonl", BEST, "bad_files.txt"}
 
@@ -161,9 +160,11 @@ def arguments(tmp_path: Path, tiny: Path) -> list[str]:
     [
         (["--epochs", "0"], "--epochs 0: allowed is 1 or more"),
         (["--arch", "resnet18"], "give one of --init CHECKPOINT and --arch NAME"),
-        (["--init", "{0}/none.safetensors"], "{0}/none.safetensors: file: no such file"),
+        (["--init", "{0}/none.safetensors"], "{0}/none.safetensors: no such file"),
         (["--device", "cuda:99"], "--device cuda:99 is not possible: "),
-        (["--out", "{0}"], "--out {0}: is a folder"),
+        (["--out", "{0}/folder.safetensors"], "--out {0}/folder.safetensors: is a folder"),
+        (["--out", "{0}/out.pth"], "--out {0}/out.pth: allowed is a name that ends in .safetensors"),
+        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         (["--out", "/proc/none/x.safetensors"], "--out /proc/none/x.safetensors: its folder can't be made"),
         (["--golden-from", "{0}/none"], "{0}/none: no such folder"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
@@ -172,6 +173,7 @@ def arguments(tmp_path: Path, tiny: Path) -> list[str]:
 def test_what_is_wrong_is_said_in_one_line_before_anything_is_written(
     tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
     given = [*arguments(tmp_path, tiny), *(word.format(tmp_path) for word in more)]
     try:
         code = command_line.main(given)
@@ -199,15 +201,18 @@ def test_evaluate_prints_each_class_or_says_what_is_wrong(tmp_path: Path, tiny: 
     data = make_data(tmp_path / "data", ["label 1", "label 2"], train=1, val=3)
     assert command_line.main(["evaluate", str(tiny), str(data)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"top-1 0\.\d{4} \(\d of 6\)", lines[0]) or lines[0] == "top-1 1.0000 (6 of 6)"
-    assert [line.split("  ")[1] for line in lines[1:]] == ["label 1", "label 2"]
+    assert re.fullmatch(rf"tiny \w+, {data}/val, \w+ on \w+", lines[0])
+    assert re.fullmatch(r"top-1 [01]\.\d{4} \(\d of 6\)", lines[1])
+    assert [re.fullmatch(r"  [01]\.\d{4} \(\d of 3\)  (.*)", line)[1] for line in lines[2:]] == ["label 1", "label 2"]  # type: ignore[index]
     (data / "val/label 1").rename(data / "val/cat")
     assert command_line.main(["evaluate", str(tiny), str(data)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {data}/val: 'cat' is no label of {tiny}, which has ")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interruption_leaves_the_best_weights_and_no_checkpoint(tmp_path: Path, tiny: Path, number: int, code: int) -> None:
+def test_a_run_that_was_stopped_can_be_exported(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
     given = [*arguments(tmp_path, tiny), "--epochs", "100000"]
     with subprocess.Popen([sys.executable, "-m", "models", *given], cwd=EXAMPLES.parent, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -217,10 +222,50 @@ def test_an_interruption_leaves_the_best_weights_and_no_checkpoint(tmp_path: Pat
         os.kill(process.pid, number)
         rest = process.stderr.read().splitlines()
         assert process.wait(20) == code
-    assert rest[-2] == f"no checkpoint is written; weights of the best epoch so far, if one was complete: {tmp_path}/runs/a/{BEST}"
+    assert re.fullmatch(rf"no checkpoint is written; `\S+ -m models export {tmp_path}/runs/a` makes one of the best epoch so far", rest[-2])
     assert rest[-1] == "stopped"
-    assert load_file(tmp_path / "runs/a" / BEST)
-    assert not (tmp_path / "out.safetensors").exists()
+    out = tmp_path / "out.safetensors"
+    assert not out.exists()
+
+    assert command_line.main(["export", str(tmp_path / "runs/a")]) == 0
+    header, before = checkpoint.read_header(out), checkpoint.read_header(tiny)
+    assert (header.labels, header.preprocessing, header.architecture) == (("a", "b"), before.preprocessing, before.architecture)
+    lines = [json.loads(line) for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()]
+    assert lines[header.metrics["epoch"] - 1]["val_top1"] == max(line["val_top1"] for line in lines)
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"{out}: out, version {header.version}, 2 labels")
+
+
+def test_exporting_a_finished_run_again_gives_the_same_checkpoint(tmp_path: Path, tiny: Path) -> None:
+    header = train(config(make_data(tmp_path / "data", "ab", train=2, val=2), tiny))
+    (tmp_path / "runs/one").rename(tmp_path / "moved")
+    path, again = run.export_run(tmp_path / "moved", tmp_path / "again.safetensors")
+    assert (path, again.name) == (tmp_path / "again.safetensors", "again")
+    assert (again.version, again.metrics) == (header.version, header.metrics)
+    assert {**again.origin, "time": ""} == {**header.origin, "time": ""}
+
+
+@pytest.mark.parametrize(
+    ("harm", "more", "message"),
+    [
+        ("config.json", [], "{0}: not the folder of a run: config.json in it can't be read"),
+        (BEST, [], "{0}: no epoch of this run was complete"),
+        ("", ["--arch", "resnet18"], "{0}: the folder of a run knows its arch itself; leave out --arch"),
+        ("", ["--crop", "64"], "{0}: the folder of a run knows its crop itself; leave out --crop"),
+        ("data", [], "{1}/val: its labels are no longer those that {0} was trained with"),
+    ],
+)
+def test_a_run_that_can_not_be_exported_is_refused_with_the_reason(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str], harm: str, more: list[str], message: str
+) -> None:
+    data, folder = make_data(tmp_path / "data", "ab", train=1, val=1), tmp_path / "runs/one"
+    train(config(data, tiny))
+    if harm == "data":
+        (data / "val/b").rename(data / "val/c")
+    elif harm:
+        (folder / harm).unlink()
+    capsys.readouterr()
+    assert command_line.main(["export", str(folder), *more]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message.format(folder, data)}")
 
 
 def test_memory_that_a_gpu_lacks_is_said_with_the_flag_to_lower(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -36,10 +37,12 @@ def trainer(data: Path, **changes: Any) -> Trainer:
 
 
 def fit(data: Path, name: str, **changes: Any) -> tuple[int, list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """The best epoch, the lines of metrics.jsonl, and the weights that were kept."""
+    """The epoch whose weights were kept, the lines of metrics.jsonl, and the weights."""
     run = data.parent / name
     run.mkdir()
-    best = trainer(data, **changes).fit(run)
+    trainer(data, **changes).fit(run)
+    with safe_open(run / BEST, framework="pt") as file:
+        best = int(file.metadata()["epoch"])
     return best, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], load_file(run / BEST)
 
 
@@ -137,25 +140,29 @@ def test_biases_and_norms_do_not_decay_and_a_new_head_learns_faster() -> None:
     assert found == {(0.1, 0.05): [(4, 3, 1, 1)], (0.1, 0.0): [(4,), (4,), (4,)], (1.0, 0.05): [(2, 4)], (1.0, 0.0): [(2,)]}
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
-    found = trainer(make_data(tmp_path / "data", "ab"), lr=0.25)
-    next(iter(found.model.parameters())).data.fill_(torch.nan)
+def test_a_loss_or_a_weight_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data", "ab")
     (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match=r"the training loss became nan: lower --lr \(now 0.25\)"):
-        found.fit(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    for harm in ("conv_stem.weight", "unused"):
+        found = trainer(data, lr=0.25)
+        found.model.register_parameter("unused", nn.Parameter(torch.zeros(3)))  # as a kernel's taps are that see nothing but padding
+        found.model.get_parameter(harm).data[0] = torch.nan
+        with pytest.raises(ValueError, match=r"the loss or a weight is no finite number any more: lower --lr \(now 0.25\)"):
+            found.fit(tmp_path / "run")
+        assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_mixed_precision_is_what_the_device_does_well(monkeypatch: pytest.MonkeyPatch) -> None:
     for supported, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **_: supported)
-        assert training._training_dtype(torch.device("cuda")) == dtype
-    monkeypatch.setattr(architectures, "fastest_precision", lambda _: "fp32")
-    assert training._training_dtype(torch.device("cpu")) == torch.float32
+        assert training._training_dtype(torch.device("cuda"), 32) == dtype
+    for fastest, crop, dtype in (("bf16", 64, torch.bfloat16), ("bf16", 63, torch.float32), ("fp32", 224, torch.float32)):
+        monkeypatch.setattr(architectures, "fastest_precision", lambda _, fastest=fastest: fastest)
+        assert training._training_dtype(torch.device("cpu"), crop) == dtype
 
 
 def test_float16_scales_its_gradients_and_skips_a_step_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "_training_dtype", lambda _: torch.float16)
+    monkeypatch.setattr(training, "_training_dtype", lambda *_: torch.float16)
     found = trainer(make_data(tmp_path / "data", "ab"))
     assert found.scaler.is_enabled()
     (batch,) = load_batches(found.train_images, [torch.arange(6).numpy()], found.device)
