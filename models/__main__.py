@@ -28,7 +28,10 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirect
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: done; 2: something given was wrong; 1: it failed although that was right; 130: Ctrl-C; 143: SIGTERM."""
+    """0: done; 2: something given was wrong; 1: it failed although that was right; 130: Ctrl-C; 143: SIGTERM or SIGHUP."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us; a file opened now would take its place
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # labels are of any script, a terminal perhaps of one
     try:
@@ -46,12 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         return _end(2, f"error: {error}")
     except (OSError, MemoryError, FidelityError) as error:
-        return _end(1, f"error: {error}")
+        return _end(1, f"error: {error}" if str(error) else "error: out of memory")
     return 0
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: to be cleaned up after like a Ctrl-C."""
+    """A signal to be cleaned up after like a Ctrl-C."""
 
 
 def _terminate(*_: object) -> NoReturn:
@@ -361,6 +364,8 @@ def _json(value: object, indent: int | None = None) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, _terminate)
     code = main()
     if code > 2:  # stopped amid its work, torch sometimes aborts while Python takes it apart
         sys.stdout.flush()

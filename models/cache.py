@@ -11,9 +11,11 @@ import importlib.util
 import json
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 from PIL import Image
 
 from models import images
+from models.checkpoint import replacing
 from models.data import BadFile, DataError, Samples, decode_all
 from models.preprocessing import Preprocessing
 from models.progress import Progress
@@ -33,6 +36,7 @@ from models.progress import Progress
 Pixels = npt.NDArray[np.uint8]
 _BATCHES_AHEAD = 2
 _LENGTH_BYTES = 8
+_A_DAY_S = 86_400
 
 
 class Picture(NamedTuple):
@@ -88,7 +92,7 @@ def cache_pixels(folder: Path, samples: Samples, preprocessing: Preprocessing) -
     return _cache(folder, samples, preprocessing, preprocessing.crop, partial(read_pixels, preprocessing=preprocessing))
 
 
-_Identity = tuple[str, int, int]  # path within the split, bytes, time of the last change in ns; -1 where there is no such file
+_Identity = tuple[str, int, int]  # path within the split, bytes, time of the last change in ns; -1 where it can't be read
 
 
 class _Entry(NamedTuple):
@@ -127,7 +131,7 @@ def _identify(file: Path, folder: Path) -> _Identity:
         status = file.stat()
     except OSError:
         return name, -1, -1
-    return name, status.st_size, status.st_ctime_ns
+    return (name, status.st_size, status.st_ctime_ns) if os.access(file, os.R_OK) else (name, -1, -1)
 
 
 def _open(store: Path, side: int) -> tuple[dict[_Identity, _Entry], Pixels]:
@@ -137,10 +141,10 @@ def _open(store: Path, side: int) -> tuple[dict[_Identity, _Entry], Pixels]:
             file.seek(-_LENGTH_BYTES, os.SEEK_END)
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             file.seek(-_LENGTH_BYTES - length, os.SEEK_END)
-            lines = json.loads(file.read(length))
-            known = {(name, size, changed): _Entry(row, aspect, reason) for row, (name, size, changed, aspect, reason) in enumerate(lines)}
+            lines = enumerate(json.loads(file.read(length)))
+            known = {(name, size, changed): _Entry(row, float(aspect), reason) for row, (name, size, changed, aspect, reason) in lines}
             return known, np.memmap(file, np.uint8, "r", shape=(len(known), side, side, 3))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}, np.empty((0, side, side, 3), np.uint8)
 
 
@@ -149,37 +153,41 @@ def _fill(
 ) -> tuple[dict[_Identity, _Entry], Pixels]:
     """Write the cache anew: rows that it has are copied, the others decoded. After the pixels comes the index, then its length."""
     store.parent.mkdir(parents=True, exist_ok=True)
-    temporary = store.with_suffix(f".{os.getpid()}")
+    for left in store.parent.glob(".*.part"):
+        with suppress(OSError):  # another run may be at it, too
+            if time.time() - left.stat().st_mtime > _A_DAY_S:  # of a process that was killed
+                left.unlink()
     shape = (len(files), *old.shape[1:])
     entries: dict[_Identity, _Entry] = {}
-    try:
-        with open(temporary, "w+b") as file:
+    with replacing(store) as temporary, open(temporary, "w+b") as file:
+        try:
             os.posix_fallocate(file.fileno(), 0, math.prod(shape))  # a full disk is an error now, not a killed process later
-            pixels = np.memmap(file, np.uint8, "r+", shape=shape)
-            fresh = decode_all([path for identity, path in files.items() if identity not in known], read)
-            with Progress(f"decoding {store.stem.split('-')[-2]}", len(files)) as progress:
-                for row, identity in enumerate(files):
-                    if identity in known:
-                        entries[identity] = known[identity]._replace(row=row)
-                        pixels[row] = old[known[identity].row]
-                    elif isinstance(found := next(fresh), BadFile):
-                        entries[identity] = _Entry(row, 1.0, found.reason)
-                    else:
-                        entries[identity] = _Entry(row, found.aspect, None)
-                        pixels[row] = found.pixels
-                    progress.add(1)
-            pixels.flush()
-            index = json.dumps([[*identity, entry.aspect, entry.reason] for identity, entry in entries.items()]).encode()
-            file.seek(0, os.SEEK_END)
-            file.write(index + len(index).to_bytes(_LENGTH_BYTES, "little"))
-        os.replace(temporary, store)
-    finally:
-        temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise OSError(f"{store.parent}: no room for {math.prod(shape) / 1e6:.0f} MB of decoded images ({error.strerror})") from None
+        pixels = np.memmap(file, np.uint8, "r+", shape=shape)
+        fresh = decode_all([path for identity, path in files.items() if identity not in known], read)
+        with Progress(f"decoding {store.stem.split('-')[-2]}", len(files)) as progress:
+            for row, identity in enumerate(files):
+                if identity in known:
+                    entries[identity] = known[identity]._replace(row=row)
+                    pixels[row] = old[known[identity].row]
+                elif isinstance(found := next(fresh), BadFile):
+                    # What went wrong in the reading gets an identity that no file will have: it is tried again.
+                    key = identity if found.lasting or identity[1] < 0 else (identity[0], -1, row)
+                    entries[key] = _Entry(row, 1.0, found.reason)
+                else:
+                    entries[identity] = _Entry(row, found.aspect, None)
+                    pixels[row] = found.pixels
+                progress.add(1)
+        pixels.flush()
+        index = json.dumps([[*identity, entry.aspect, entry.reason] for identity, entry in entries.items()]).encode()
+        file.seek(0, os.SEEK_END)
+        file.write(index + len(index).to_bytes(_LENGTH_BYTES, "little"))
     return entries, pixels
 
 
 def _first(bad: Sequence[BadFile], folder: Path) -> str:
-    return next(f"{each.file}: {each.reason}" for each in bad if each.file.is_relative_to(folder))
+    return next(str(each) for each in bad if each.file.is_relative_to(folder))
 
 
 # Samples -> batches

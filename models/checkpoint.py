@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +97,7 @@ def read_header(path: Path) -> Header:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) and not path.exists():
             others = sorted(other.name for other in path.parent.glob("*.safetensors"))
             there = f"; {path.parent} has {', '.join(others[:10])}" if others else ""
             hint = f"; `{python()} -m models pull efficientnet_lite0` makes the default checkpoint"
@@ -211,6 +213,22 @@ def _check_weights(state: dict[str, torch.Tensor], expected: dict[str, torch.Ten
             raise CheckpointError(path, f"model.{name}", f"has shape {found}, {header.architecture} needs {wanted}")
         if state[name].dtype != tensor.dtype:
             raise CheckpointError(path, f"model.{name}", f"is {state[name].dtype}, must be {tensor.dtype}")
+        if not state[name].isfinite().all():
+            raise CheckpointError(path, f"model.{name}", "is not finite everywhere: NaN or infinity")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, which takes its name if the block ends well, and is removed if not."""
+    descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -225,8 +243,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     tensors = {f"model.{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in checkpoint.model.state_dict().items()}
     tensors |= {"golden.pixels": checkpoint.golden_pixels.contiguous(), "golden.logits": checkpoint.golden_logits.contiguous()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as temporary:
         try:
             safetensors.torch.save_file(tensors, temporary, metadata={_KEY: json.dumps(checkpoint.header.to_dict())})
         except SafetensorError as error:
@@ -241,10 +258,6 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         for name, tensor in tensors.items():
             if not torch.equal(written[name], tensor):
                 raise CheckpointError(path, name, "does not read back as it was written")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

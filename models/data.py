@@ -19,11 +19,12 @@ import numpy.typing as npt
 
 from models.images import ImageError
 from models.labels import as_label
-from models.progress import say
+from models.progress import printable, say
 
 T = TypeVar("T")
 
 _DECODED_AT_ONCE = 256
+_LARGEST_FILE = 1 << 30  # bytes; larger than any image within the limit of pixels, and read whole, one for each core
 _LITTER = {"Thumbs.db", "desktop.ini"}  # what systems leave in folders, besides hidden files
 _LAYOUT = "photographs belong into {0}/train/<label>/ and {0}/val/<label>/"
 
@@ -60,9 +61,10 @@ def find_samples(folder: Path) -> Samples:
     if not folder.is_dir():
         raise DataError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     found: dict[str, Path] = {}
+    strays = []
     for entry in _visible(folder):
-        if not entry.is_dir():
-            say(f"{entry.path}: left out, since it lies in no label folder")
+        if not _is_folder(entry):
+            strays.append(entry.path)
             continue
         label = as_label(entry.name)
         if label is None or label in found:
@@ -71,6 +73,8 @@ def find_samples(folder: Path) -> Samples:
         found[label] = Path(entry.path)
     if not found:
         raise DataError(f"{folder}: no label folders in it; the photographs of each class belong into a folder named after it")
+    if strays:
+        say(f"{strays[0]}: left out, since it lies in no label folder" + (f", and {len(strays) - 1} others" if len(strays) > 1 else ""))
     labels = tuple(sorted(found))
     files = [sorted(_files_below(found[label])) for label in labels]
     for label, of_label in zip(labels, files, strict=True):
@@ -108,6 +112,13 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
         raise DataError(f"{folder}: can't be read ({error.strerror})") from None
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or into a folder that is closed to us: what it is shows when it is read
+        return False
+
+
 def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
     """Every entry that is no folder, also what can't be read: that is named later. Links are followed, once."""
     status = folder.stat()
@@ -115,7 +126,7 @@ def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) 
     if here in above:  # a link to a folder that it lies in
         return
     for entry in _visible(folder):
-        if entry.is_dir():
+        if _is_folder(entry):
             yield from _files_below(Path(entry.path), above | {here})
         else:
             yield Path(entry.path)
@@ -125,9 +136,12 @@ def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) 
 
 
 def read_file(file: Path) -> bytes:
-    """Raises OSError, also for what is no regular file: reading a named pipe would wait for ever."""
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(f"{file} is not a regular file")
+    """Raises OSError, also for what is no regular file: reading a named pipe would wait for ever; ImageError for a huge one."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("not a regular file")
+    if status.st_size > _LARGEST_FILE:
+        raise ImageError("image_too_large", f"These {status.st_size / 1e9:.0f} GB are no image that is decoded here")
     return file.read_bytes()
 
 
@@ -137,12 +151,16 @@ class BadFile:
 
     file: Path
     reason: str
+    lasting: bool = True  # it lies in the bytes; or else in the reading, which may go well another time
+
+    def __str__(self) -> str:
+        return printable(f"{self.file}: {self.reason}")
 
 
 def check_bad(bad: Sequence[BadFile], total: int, max_bad: float) -> None:
     """Raise DataError where more than `max_bad` of `total` files are bad."""
     if len(bad) > max_bad * total:
-        named = "".join(f"\n  {each.file}: {each.reason}" for each in bad[:10]) + ("\n  ..." if len(bad) > 10 else "")
+        named = "".join(f"\n  {each}" for each in bad[:10]) + ("\n  ..." if len(bad) > 10 else "")
         allowed = f"more than --max-bad {max_bad:g} allows; mend or remove them, or raise --max-bad"
         raise DataError(f"{len(bad)} of {total} files can't be used, {allowed}{named}")
 
@@ -156,7 +174,9 @@ def decode_all(files: Sequence[Path], read: Callable[[bytes], T]) -> Iterator[T 
         except ImageError as error:
             return BadFile(file, str(error).partition(". ")[0].removesuffix("."))  # what follows is for clients of the server
         except OSError as error:
-            return BadFile(file, f"can't be read ({error.strerror or error})")
+            return BadFile(file, f"can't be read ({error.strerror or error})", lasting=False)
+        except MemoryError:
+            return BadFile(file, "needs more memory than there is", lasting=False)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode") as pool:  # the codecs release the interpreter's lock
         for start in range(0, len(files), _DECODED_AT_ONCE):  # in pieces: neither memory nor a Ctrl-C waits for all of them

@@ -27,10 +27,10 @@ _BATCH = 32
 def find_device(name: str) -> torch.device:
     """auto, cpu, cuda or cuda:1 -> a device that works. Raises ValueError naming the option, the value and what is wrong."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"--device {name}: allowed are auto, cpu, cuda and cuda:1")
-    device = torch.device(name)
+    device = torch.device("cuda", 0) if name == "cuda" else torch.device(name)  # with its index, which some functions want
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
@@ -39,12 +39,14 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """Let this process keep the memory of freed activations, where they lie on the CPU.
+def prepare(device: torch.device) -> None:
+    """Make a GPU the current one; on the CPU, let this process keep the memory of freed activations.
 
     glibc would give each large one back to the kernel, which clears it for the next: half of the time of a light model.
     """
-    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for option, value in ((-4, 0), (-1, 1 << 30), (-2, 1 << 28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h
             libc.mallopt(option, value)
 
@@ -146,8 +148,10 @@ def evaluate(path: Path, data: Path, *, device: str = "auto", precision: str = "
     Raises CheckpointError, FidelityError, DataError for labels that the checkpoint lacks and for too many bad files, and ValueError
     for a device that is not there.
     """
+    if not 0 <= max_bad <= 1:
+        raise ValueError(f"--max-bad {max_bad}: allowed is from 0 to 1")
     where = find_device(device)
-    keep_freed_memory(where)
+    prepare(where)
     labels = checkpoint.read_header(path).labels
     whole = (data / "val").is_dir() and "val" not in labels
     samples = find_samples(data / "val" if whole else data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
@@ -13,10 +14,16 @@ from tqdm import tqdm
 _LINE_EVERY_S = 30.0
 
 
+def printable(text: str) -> str:
+    """A line that stays one: file names may hold line ends and what moves a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def say(line: str) -> None:
-    """Print a line to stderr, above a bar that is being drawn."""
-    tqdm.write(line, file=sys.stderr)
-    sys.stderr.flush()
+    """Print a line to stderr, above a bar that is being drawn. Hours of work don't end because nobody reads on."""
+    with suppress(OSError):
+        tqdm.write(printable(line), file=sys.stderr)
+        sys.stderr.flush()
 
 
 class Progress:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from models.labels import as_label
+from models.progress import printable
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -44,6 +47,8 @@ class TrainConfig:
         for name in ("label_smoothing", "warmup", "max_bad"):
             need(0 <= getattr(self, name) <= 1, name, "from 0 to 1")
         need(self.out is None or self.out.suffix == ".safetensors", "out", "a name that ends in .safetensors")
+        if as_label(self.checkpoint.stem) is None:
+            raise ValueError(f"--out {printable(str(self.checkpoint))}: the model's name is that of the file; give one that can be printed")
         need(0 <= self.seed < 2**63, "seed", "a whole number from 0 to 2^63 - 1")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import shlex
@@ -20,7 +21,7 @@ from models import architectures, checkpoint
 from models.cache import Cached, cache_pictures, cache_pixels, even_batches
 from models.checkpoint import GOLDEN_SAMPLES, Checkpoint, Header, python
 from models.data import BadFile, DataError, check_bad, find_samples, find_splits
-from models.evaluation import Classifier, find_device, judge, keep_freed_memory
+from models.evaluation import Classifier, find_device, judge, prepare
 from models.export import export, golden_from
 from models.preprocessing import Preprocessing
 from models.progress import say
@@ -36,22 +37,24 @@ def train(config: TrainConfig) -> Header:
     Raises DataError, CheckpointError and ValueError, in words for the user, before anything is written; OSError where that fails later.
     """
     device = find_device(config.device)
-    keep_freed_memory(device)
-    run = config.run or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    config = replace(config, run=run, out=config.checkpoint, data=config.data.resolve())
-    if run.exists():
-        raise ValueError(f"--run {run}: is there already; name another, or remove it")
+    prepare(device)
+    runs = config.run.parent if config.run else Path("runs")
+    if config.run and config.run.exists():
+        raise ValueError(f"--run {config.run}: is there already; name another, or remove it")
     train_samples, val_samples = find_splits(config.data)
     _must_be_writable(config.checkpoint)
     torch.manual_seed(config.seed)
     start = _begin(config, train_samples.labels)
-    train_images = cache_pictures(run.parent / ".cache", train_samples, start.preprocessing)
-    val_images = cache_pixels(run.parent / ".cache", val_samples, start.preprocessing)
+    _must_take_its_size(start)
+    train_images = cache_pictures(runs / ".cache", train_samples, start.preprocessing)
+    val_images = cache_pixels(runs / ".cache", val_samples, start.preprocessing)
     bad = (*train_images.bad, *val_images.bad)
     check_bad(bad, len(train_samples.files) + len(val_samples.files), config.max_bad)
     golden, source = _golden(val_images, config.golden_from, start.preprocessing)
 
+    run = config.run or _free(runs / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     run.mkdir(parents=True)
+    config = replace(config, run=run, out=config.checkpoint, data=config.data.resolve())
     data = {
         "name": config.data.resolve().name,
         "train": train_images.samples.counts(),
@@ -65,7 +68,8 @@ def train(config: TrainConfig) -> Header:
         "preprocessing": start.preprocessing.to_dict(),
         "origin": {"data": data, "recipe": config.choices(), "init": start.origin},
     }
-    (run / CONFIG).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+    # Paths need not be UTF-8; this is how Python keeps the others.
+    (run / CONFIG).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="surrogateescape")
     _report_bad(bad, run)
     say(f"{len(train_samples.labels)} classes, {len(train_images)} images for training, {len(val_images)} for validation; {run}")
     try:
@@ -89,7 +93,7 @@ def export_run(run: Path, out: Path | None = None, golden_from: Path | None = No
     if not (run / BEST).exists():
         raise ValueError(f"{run}: no epoch of this run was complete; there are no weights to export")
     device = find_device(config.device)
-    keep_freed_memory(device)
+    prepare(device)
     val_samples = find_samples(config.data / "val")
     if list(val_samples.labels) != facts["labels"]:
         raise DataError(f"{val_samples.folder}: its labels are no longer those that {run} was trained with")
@@ -108,8 +112,14 @@ def recipe_of(run: Path) -> TrainConfig:
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((run / CONFIG).read_text())
+    facts: dict[str, Any] = json.loads((run / CONFIG).read_text(encoding="utf-8", errors="surrogateescape"))
     return facts
+
+
+def _free(run: Path) -> Path:
+    """`run`, or with a number behind it where another run began in the same second."""
+    others = (run.with_name(f"{run.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([run], others) if not path.exists())
 
 
 def _golden(val_images: Cached, folder: Path | None, preprocessing: Preprocessing) -> tuple[torch.Tensor, str]:
@@ -153,10 +163,13 @@ def _must_be_writable(out: Path) -> None:
     """Hours of training must not end in a file that can't be written. Raises ValueError."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        there = out.exists()
     except OSError as error:
-        raise ValueError(f"--out {out}: its folder can't be made ({error.strerror})") from None
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ValueError(f"--out {out}: {'is a folder' if out.is_dir() else 'its folder is not writable'}")
+        raise ValueError(f"--out {out}: can't be written there ({error.strerror})") from None
+    if there and not out.is_file():
+        raise ValueError(f"--out {out}: is there already and no regular file")
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(f"--out {out}: its folder is not writable")
 
 
 @dataclass(frozen=True)
@@ -197,8 +210,19 @@ def _begin(config: TrainConfig, labels: tuple[str, ...]) -> _Start:
         # Small: some architectures begin with a head so large that, on good features, the first steps only undo it.
         nn.init.zeros_(weight) if weight.ndim == 1 else nn.init.normal_(weight, std=0.01)
     say(f"{header.architecture} with the weights of {header.name} {header.version}" + (" and a new head" if new_head else ""))
-    origin = {"name": header.name, "version": header.version, "origin": header.origin}
+    origin = {"name": header.name, "version": header.version, "licence": header.origin.get("licence", "unknown")}
     return _Start(model, header.architecture, preprocessing, frozenset(new_head), origin)
+
+
+def _must_take_its_size(start: _Start) -> None:
+    """Some architectures refuse a size only when they see an image of it. Raises ValueError."""
+    crop = start.preprocessing.crop
+    try:
+        with torch.inference_mode():
+            start.model.eval()(torch.zeros(1, 3, crop, crop))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--image-size: {start.architecture} can't classify {crop} x {crop} pixels ({reason})") from None
 
 
 def _resized(preprocessing: Preprocessing, size: int | None) -> Preprocessing:
@@ -210,8 +234,8 @@ def _resized(preprocessing: Preprocessing, size: int | None) -> Preprocessing:
 def _report_bad(bad: tuple[BadFile, ...], run: Path) -> None:
     if not bad:
         return
-    lines = [f"{each.file}: {each.reason}" for each in bad]
-    (run / "bad_files.txt").write_text("\n".join(lines) + "\n", errors="surrogateescape")
+    lines = [str(each) for each in bad]
+    (run / "bad_files.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for line in lines[:20]:
         say(f"left out: {line}")
     say(f"{len(bad)} files can't be used and are left out; all of them: {run / 'bad_files.txt'}")

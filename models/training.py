@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import nn
 
 from models import architectures
 from models.augmentation import Augmentation
 from models.cache import Batch, Cached, even_batches, load_batches
+from models.checkpoint import replacing
 from models.preprocessing import Preprocessing
 from models.progress import Progress, say
 from models.recipe import TrainConfig
@@ -80,6 +81,8 @@ class Trainer:
             }
             with open(run / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(facts) + "\n")
+            if not math.isfinite(val_loss):
+                raise ValueError(f"the validation loss became {val_loss}: lower --lr (now {self.config.peak_lr:g})")
             better = (val_top1, -val_loss) > best_score
             if better:
                 best_score = (val_top1, -val_loss)
@@ -159,9 +162,10 @@ def _training_dtype(device: torch.device, crop: int) -> torch.dtype:
 
 
 def _write_weights(model: nn.Module, path: Path, epoch: int) -> None:
-    """The old file or the new one, whole, whenever the process ends."""
-    temporary = path.with_suffix(".part")
+    """The old file or the new one, whole, whenever the process ends. Raises OSError."""
     weights = {name: tensor.cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    safetensors.torch.save_file(weights, temporary, metadata={"epoch": str(epoch)})
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        try:
+            safetensors.torch.save_file(weights, temporary, metadata={"epoch": str(epoch)})
+        except SafetensorError as error:
+            raise OSError(f"{path}: can't be written ({error})") from None

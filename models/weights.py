@@ -208,6 +208,8 @@ def _read(path: Path) -> object:
             tree = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of bytes that are broken or hostile, anything may come
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0] or type(error).__name__
+        if "weights_only" in reason:  # torch advises to run it
+            reason = "it holds code, not only weights"
         raise WeightsError(f"{path}: can't be read as weights ({reason}); {_INSTEAD}") from error
     if isinstance(tree, _Foreign) and not tree:
         raise WeightsError(f"{path}: a whole pickled object ({type(tree).__name__}), which only its own code could read; {_INSTEAD}")

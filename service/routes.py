@@ -103,8 +103,9 @@ class Service:
     def predictions(self, probabilities: np.ndarray[Any, np.dtype[np.float32]], top_k: int) -> list[Prediction]:
         """The `top_k` most probable labels, at most all; of equals the lower index first."""
         count = min(top_k, len(probabilities))
-        best = np.argpartition(-probabilities, count - 1)[:count]
-        best = best[np.lexsort((best, -probabilities[best]))]
+        least = np.partition(probabilities, -count)[-count]
+        best = np.flatnonzero(probabilities >= least)  # more than `count` where several are equal to the least
+        best = best[np.argsort(-probabilities[best], kind="stable")][:count]
         labels = self.header.labels
         return [Prediction(label=labels[index], index=index, probability=float(probabilities[index])) for index in best.tolist()]
 

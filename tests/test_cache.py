@@ -107,6 +107,58 @@ def test_bad_files_are_left_out_and_named_each_time(tmp_path: Path, decoded: lis
     assert len(val(tmp_path)) == 8
 
 
+def test_what_could_not_be_read_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[str]) -> None:
+    make_data(tmp_path, "ab")
+    broken = tmp_path / "val/a/1.png"
+
+    def fail(file: Path) -> bytes:
+        if file == broken:
+            raise OSError(5, "Input/output error")
+        return file.read_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "read_file", fail)
+        assert [str(bad) for bad in val(tmp_path).bad] == [f"{broken}: can't be read (Input/output error)"]
+    assert val(tmp_path).bad == ()
+    assert decoded[8:] == ["a/1.png"]
+
+
+def test_two_runs_may_fill_the_same_cache_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the same process id, as in two containers."""
+    make_data(tmp_path, "ab")
+    decode_all = data.decode_all
+
+    def with_another_run(files: list[Path], read: object) -> object:
+        monkeypatch.setattr(cache, "decode_all", decode_all)
+        other.append(all_of(val(tmp_path)))
+        return decode_all(files, read)  # type: ignore[arg-type]
+
+    other: list[npt.NDArray[np.uint8]] = []
+    monkeypatch.setattr(cache, "decode_all", with_another_run)
+    np.testing.assert_array_equal(all_of(val(tmp_path)), other[0])
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".pixels"]
+
+
+def test_what_a_killed_run_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    old, young = tmp_path / "cache" / ".old.part", tmp_path / "cache" / ".young.part"
+    old.touch()
+    young.touch()
+    os.utime(old, (0, 0))
+    val(make_data(tmp_path, "ab"))
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_a_full_disk_is_said_with_the_room_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(OSError, match=rf"^{tmp_path}/cache: no room for 0 MB of decoded images \(No space left on device\)"):
+        val(make_data(tmp_path, "ab"))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_a_label_without_a_usable_file_is_named(tmp_path: Path) -> None:
     make_data(tmp_path, "ab", val=1)
     (tmp_path / "val/b/0.png").write_bytes(b"not an image")

@@ -232,6 +232,16 @@ def test_channels_last_weights_are_saved_and_mean_the_same(tiny: Path, tmp_path:
     assert (tmp_path / "moved.safetensors").read_bytes() == tiny.read_bytes()
 
 
+def test_weights_that_are_no_numbers_are_not_saved(tiny: Path, tmp_path: Path) -> None:
+    found = checkpoint.load(tiny)
+    found.model.get_parameter("conv_stem.weight").data[0, 0, 0, 0] = torch.nan
+    header = found.header
+    version = checkpoint.version_of(found.model.state_dict(), header.labels, header.preprocessing, header.temperature)
+    with pytest.raises(CheckpointError, match=r"model.conv_stem.weight: is not finite everywhere"):
+        checkpoint.save(tmp_path / "x.safetensors", replace(found, header=replace(header, version=version)))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_an_oserror(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise SafetensorError("No space left on device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -111,9 +112,37 @@ def test_bad_files_are_named_with_their_reasons_in_place_of_their_pixels(tmp_pat
     assert [(each.file, each.reason[:20]) for each in bad if isinstance(each, BadFile)] == [
         (files[1], "These 15 bytes are n"),
         (files[2], "The PNG is broken or"),
-        (files[3], "can't be read (" + f"{files[3]} "[:5]),
+        (files[3], "can't be read (not a"),
         (files[4], "can't be read (No su"),
     ]
+
+
+def test_a_file_too_large_to_be_an_image_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "video.mp4", "wb") as file:
+        file.truncate(100 << 30)
+    (bad,) = decode_all([tmp_path / "video.mp4"], len)
+    assert str(bad) == f"{tmp_path}/video.mp4: These 107 GB are no image that is decoded here"
+
+
+def test_a_link_to_itself_is_a_bad_file(tmp_path: Path) -> None:
+    make_data(tmp_path, "ab", train=1, val=1)
+    (tmp_path / "train/a/loop.png").symlink_to("loop.png")
+    found = find_samples(tmp_path / "train")
+    assert found.counts() == {"a": 2, "b": 1}
+    bad = [each for each in decode_all(found.files, len) if isinstance(each, BadFile)]
+    assert [str(each) for each in bad] == [f"{tmp_path}/train/a/loop.png: can't be read (Too many levels of symbolic links)"]
+
+
+def test_files_outside_of_label_folders_take_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_data(tmp_path, "ab", train=1, val=1)
+    for number in range(300):
+        (tmp_path / "train" / f"{number}.jpg").touch()
+    find_samples(tmp_path / "train")
+    assert re.fullmatch(rf"{tmp_path}/train/\d+.jpg: left out, since it lies in no label folder, and 299 others\n", capsys.readouterr().err)
+
+
+def test_a_name_can_not_break_a_line_or_move_the_cursor() -> None:
+    assert str(BadFile(Path("a\nb\x1b[2J\udce9.png"), "broken")) == r"a\nb\x1b[2J\udce9.png: broken"
 
 
 def test_many_files_come_back_in_order(tmp_path: Path) -> None:

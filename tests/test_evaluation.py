@@ -125,6 +125,12 @@ def test_a_device_that_is_not_there_is_refused_by_name(name: str, message: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_cuda_is_the_first_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    assert find_device("cuda") == torch.device("cuda", 0)  # torch.cuda.set_device refuses one without
+    assert find_device("cuda:1") == torch.device("cuda", 1)
+
+
 def test_auto_takes_the_cpu_where_nothing_else_is() -> None:
     assert find_device("cpu") == CPU
     assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")

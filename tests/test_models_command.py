@@ -314,7 +314,16 @@ def test_a_reader_that_has_seen_enough_is_no_error(tiny: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-WRONG = ["", "pull", "push resnet18", "pull resnet18 --out", "pull a b", "pull a --out a.pth", "export a --arch b --labels c --crop x", "inspect"]
+WRONG = [
+    "",
+    "pull",
+    "push resnet18",
+    "pull resnet18 --out",
+    "pull a b",
+    "pull a --out a.pth",
+    "export a --arch b --labels c --crop x",
+    "inspect",
+]
 
 
 @pytest.mark.parametrize("arguments", WRONG)

@@ -49,6 +49,13 @@ def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
     assert "images" in shown
 
 
+def test_a_closed_or_broken_stderr_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    subprocess.run([sys.executable, "-c", f"{COUNT}\nprint('done')"], stderr=writer, check=True)
+    os.close(writer)
+
+
 def test_lines_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     say("ein Käfer")
     assert capsys.readouterr() == ("", "ein Käfer\n")

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from PIL import Image
 
 from models import checkpoint
 from service.engine import Engine
+from service.routes import Service
 from tests.conftest import COLOURS, EXAMPLES, Server, encode
 
 
@@ -347,6 +349,14 @@ def test_cross_origin_answers_and_errors_are_readable_by_the_allowed_page_only(k
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
         other = keyed.post(encode((1, 2, 3)), headers={**headers, "origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8])
+def test_of_equal_probabilities_the_lower_index_comes_first_however_many_are_asked_for(top_k: int) -> None:
+    equal = np.array([0.1, 0.2, 0.2, 0.05, 0.2, 0.1, 0.1, 0.05], np.float32)
+    service: Any = SimpleNamespace(header=SimpleNamespace(labels="abcdefgh"))
+    found = [prediction.index for prediction in Service.predictions(service, equal, top_k)]
+    assert found == [1, 2, 4, 0, 5, 6, 3, 7][:top_k]
 
 
 def test_json_logs_have_one_line_for_each_request_with_its_id(keyed: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -162,10 +163,10 @@ def arguments(tmp_path: Path, tiny: Path) -> list[str]:
         (["--arch", "resnet18"], "give one of --init CHECKPOINT and --arch NAME"),
         (["--init", "{0}/none.safetensors"], "{0}/none.safetensors: no such file"),
         (["--device", "cuda:99"], "--device cuda:99 is not possible: "),
-        (["--out", "{0}/folder.safetensors"], "--out {0}/folder.safetensors: is a folder"),
+        (["--out", "{0}/folder.safetensors"], "--out {0}/folder.safetensors: is there already and no regular file"),
         (["--out", "{0}/out.pth"], "--out {0}/out.pth: allowed is a name that ends in .safetensors"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
-        (["--out", "/proc/none/x.safetensors"], "--out /proc/none/x.safetensors: its folder can't be made"),
+        (["--out", "/proc/none/x.safetensors"], "--out /proc/none/x.safetensors: can't be written there"),
         (["--golden-from", "{0}/none"], "{0}/none: no such folder"),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
     ],
@@ -185,6 +186,34 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_written(
     assert lines[0].startswith(f"error: {message.format(tmp_path)}")
     assert not (tmp_path / "runs/a").exists()
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_size_that_an_architecture_refuses_is_said_before_anything_is_decoded(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data", "ab", train=1, val=1)
+    with pytest.raises(ValueError, match=r"^--image-size: alexnet can't classify 16 x 16 pixels "):
+        train(config(data, None, arch="alexnet", image_size=16))
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "now").mkdir()
+    (tmp_path / "now-2").mkdir()
+    assert run._free(tmp_path / "now") == tmp_path / "now-3"
+    assert run._free(tmp_path / "then") == tmp_path / "then"
+
+
+def test_paths_need_not_be_unicode_but_the_models_name_must(tmp_path: Path, tiny: Path) -> None:
+    data = make_data(tmp_path / "caf\udce9", "ab", train=1, val=1)
+    train(config(data, tiny))
+    assert run.recipe_of(tmp_path / "runs/one").data == data
+    with pytest.raises(ValueError, match=r"^--out .*caf\\udce9\.safetensors: the model's name is that of the file"):
+        config(data, tiny, out=None)
+
+
+def test_closed_streams_do_not_stop_a_training(tmp_path: Path, tiny: Path) -> None:
+    line = shlex.join([sys.executable, "-m", "models", *arguments(tmp_path, tiny)])
+    subprocess.run(f"{line} >&- 2>&-", shell=True, cwd=EXAMPLES.parent, check=True)
+    assert checkpoint.read_header(tmp_path / "out.safetensors").labels == ("a", "b")
 
 
 def test_too_many_bad_files_stop_the_run_and_are_named(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,6 +152,15 @@ def test_a_loss_or_a_weight_that_is_no_number_ends_the_run(tmp_path: Path) -> No
         assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_a_validation_loss_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    found = trainer(make_data(tmp_path / "data", "ab"))
+    monkeypatch.setattr(found, "validate", lambda _: (math.nan, 1.0))
+    with pytest.raises(ValueError, match=r"the validation loss became nan: lower --lr \(now 0.001\)"):
+        found.fit(tmp_path / "run")
+    assert not (tmp_path / "run" / BEST).exists()
+
+
 def test_mixed_precision_is_what_the_device_does_well(monkeypatch: pytest.MonkeyPatch) -> None:
     for supported, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **_: supported)
