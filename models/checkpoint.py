@@ -31,8 +31,8 @@ _KEY = "spyglass"
 
 def python() -> str:
     """How to start this Python from a shell that stands where we do: for messages that say what to type."""
-    path = os.path.relpath(sys.executable)
-    return "python" if path.startswith("..") else path
+    path = os.path.relpath(Path(sys.executable).with_name("python"))
+    return "python" if path.startswith("..") or not os.path.exists(path) else path
 
 
 class CheckpointError(ValueError):
