@@ -19,6 +19,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from models.checkpoint import CheckpointError, FidelityError, Header, python, read_header
 from models.preprocessing import Preprocessing
+from models.progress import say
 from models.recipe import TrainConfig
 
 # torch is slow to import: each command does, once its arguments are known to be right.
@@ -151,7 +152,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     found = evaluate(options.checkpoint, options.data, device=options.device, precision=options.precision, max_bad=options.max_bad)
     for bad in found.bad:
-        print(f"left out: {bad.file}: {bad.reason}", file=sys.stderr)
+        say(f"left out: {bad}")
     print(_json(found.to_dict(), indent=2) if options.json else found.to_text())
 
 
