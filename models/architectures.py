@@ -103,6 +103,16 @@ def _closest(name: str, names: list[str]) -> str:
     return f" (close: {', '.join(close)})" if close else ""
 
 
+@torch.inference_mode()
+def check_size(model: nn.Module, name: str, image_size: int) -> None:
+    """Raise ValueError where a model can't classify images of this size: some refuse one only when they see it."""
+    try:
+        model.eval()(torch.zeros(1, 3, image_size, image_size))
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name} can't classify {image_size} x {image_size} pixels ({reason})") from error
+
+
 def set_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, assign: bool = False) -> None:
     """Load a state dict that need not hold every weight; the others stay. Raises RuntimeError for a wrong name or shape.
 

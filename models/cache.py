@@ -121,7 +121,9 @@ def _cache(folder: Path, samples: Samples, preprocessing: Preprocessing, side: i
     usable = samples.only(good)
     for label, count in usable.counts().items():
         if not count:
-            raise DataError(f"{samples.folder}: no file of {label!r} can be used; one of them: {_first(bad, samples.folder / label)}")
+            first = samples.files[samples.targets.tolist().index(samples.labels.index(label))]
+            named = next(each for each in bad if each.file == first)
+            raise DataError(f"{samples.folder}: no file of {label!r} can be used; one of them: {named}")
     return Cached(usable, pixels, good, torch.tensor([entries[row].aspect for row in good]), bad)
 
 
@@ -184,10 +186,6 @@ def _fill(
         file.seek(0, os.SEEK_END)
         file.write(index + len(index).to_bytes(_LENGTH_BYTES, "little"))
     return entries, pixels
-
-
-def _first(bad: Sequence[BadFile], folder: Path) -> str:
-    return next(str(each) for each in bad if each.file.is_relative_to(folder))
 
 
 # Samples -> batches

@@ -219,7 +219,7 @@ def _check_weights(state: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, which takes its name if the block ends well, and is removed if not."""
+    """A new file beside `path`, which takes its name if the block ends well, and is removed if not. Raises OSError."""
     descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
@@ -227,6 +227,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+    except SafetensorError as error:  # its name for a full disk
+        raise OSError(f"{path}: can't be written ({error})") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -244,10 +246,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     tensors |= {"golden.pixels": checkpoint.golden_pixels.contiguous(), "golden.logits": checkpoint.golden_logits.contiguous()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        try:
-            safetensors.torch.save_file(tensors, temporary, metadata={_KEY: json.dumps(checkpoint.header.to_dict())})
-        except SafetensorError as error:
-            raise OSError(f"{path}: can't be written ({error})") from None
+        safetensors.torch.save_file(tensors, temporary, metadata={_KEY: json.dumps(checkpoint.header.to_dict())})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         try:

@@ -1,8 +1,4 @@
-"""Labelled folders -> samples -> a cache of decoded pixels -> batches; augmentation, in batches on the device.
-
-data/train/<label>/*   every image decoded once to a square picture somewhat larger than the model's pixels; crops are cut from it
-data/val/<label>/*     decoded once to exactly the pixels that the server would make
-"""
+"""Labelled folders -> samples; their files read in parallel, the bad ones named."""
 
 from __future__ import annotations
 
@@ -76,7 +72,7 @@ def find_samples(folder: Path) -> Samples:
     if strays:
         say(f"{strays[0]}: left out, since it lies in no label folder" + (f", and {len(strays) - 1} others" if len(strays) > 1 else ""))
     labels = tuple(sorted(found))
-    files = [sorted(_files_below(found[label])) for label in labels]
+    files = [sorted(files_below(found[label])) for label in labels]
     for label, of_label in zip(labels, files, strict=True):
         if not of_label:
             raise DataError(f"{found[label]}: no files in it; put photographs of {label!r} there or remove the folder")
@@ -119,7 +115,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+def files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
     """Every entry that is no folder, also what can't be read: that is named later. Links are followed, once."""
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
@@ -127,7 +123,7 @@ def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) 
         return
     for entry in _visible(folder):
         if _is_folder(entry):
-            yield from _files_below(Path(entry.path), above | {here})
+            yield from files_below(Path(entry.path), above | {here})
         else:
             yield Path(entry.path)
 

@@ -164,7 +164,7 @@ def evaluate(path: Path, data: Path, *, device: str = "auto", precision: str = "
     results: list[torch.Tensor] = []
     good, bad = [], []
     with Progress("evaluating", len(samples.files)) as progress:
-        decoded = iter(decode_all(samples.files, classifier.header.preprocessing.read))
+        decoded = decode_all(samples.files, classifier.header.preprocessing.read)
         for start in range(0, len(samples.files), 4 * _BATCH):
             # Some batches decoded, then classified: at the same time both would want all cores.
             chunk = list(itertools.islice(decoded, 4 * _BATCH))

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from models import checkpoint, images
+from models import architectures, checkpoint, images
 from models.checkpoint import GOLDEN_SAMPLES, Checkpoint, CheckpointError, Header
+from models.data import files_below, read_file
 from models.preprocessing import Preprocessing
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -64,10 +65,10 @@ def export(
         origin=origin | circumstances,
     )
     try:
-        golden_logits = logits(model, preprocessing, golden_pixels)
-    except (RuntimeError, AssertionError) as error:  # some architectures take one size only, and say so here
-        crop, reason = preprocessing.crop, " ".join(str(error).split())
-        raise CheckpointError(path, "architecture", f"{architecture} can't classify {crop} x {crop} pixels ({reason})") from error
+        architectures.check_size(model, architecture, preprocessing.crop)
+    except ValueError as error:
+        raise CheckpointError(path, "architecture", str(error)) from None
+    golden_logits = logits(model, preprocessing, golden_pixels)
     made = Checkpoint(header=header, model=model, golden_pixels=golden_pixels, golden_logits=golden_logits)
     if measure is not None:
         made = replace(made, header=replace(header, metrics=measure(made)))
@@ -87,8 +88,7 @@ def golden_from(folder: Path, preprocessing: Preprocessing) -> torch.Tensor:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; golden samples are taken from photographs")
-    files = [file for file in sorted(folder.rglob("*")) if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    files = [file for file in files if file.is_file()]
+    files = sorted(files_below(folder))
     bounds = [len(files) * step // GOLDEN_SAMPLES for step in range(GOLDEN_SAMPLES + 1)]
     found = [image for start, end in pairwise(bounds) if (image := _first_image(files[start:end], preprocessing)) is not None]
     if not found:
@@ -100,7 +100,7 @@ def golden_from(folder: Path, preprocessing: Preprocessing) -> torch.Tensor:
 def _first_image(files: list[Path], preprocessing: Preprocessing) -> Image.Image | None:
     for file in files:
         with contextlib.suppress(images.ImageError, OSError):
-            return images.decode(file.read_bytes(), side=2 * preprocessing.resize, background=preprocessing.background)
+            return images.decode(read_file(file), side=2 * preprocessing.resize, background=preprocessing.background)
     return None
 
 

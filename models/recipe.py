@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 from models.labels import as_label
 from models.progress import printable
@@ -58,7 +59,8 @@ class TrainConfig:
     @property
     def checkpoint(self) -> Path:
         """The file to write."""
-        return self.out or Path("checkpoints") / f"{self.data.resolve().name}.safetensors"
+        # Not resolved: the name is that of a link, not of what it leads to.
+        return self.out or Path("checkpoints") / f"{os.path.basename(os.path.abspath(self.data))}.safetensors"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as JSON can hold it."""
@@ -68,12 +70,15 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> TrainConfig:
         """What `to_dict` gave. Raises TypeError and ValueError."""
-        values: dict[str, Any] = {name: Path(value) if value and name in _PATHS else value for name, value in fields.items()}
+        paths = cls._paths()
+        values: dict[str, Any] = {name: Path(value) if value and name in paths else value for name, value in fields.items()}
         return cls(**values)
+
+    @classmethod
+    def _paths(cls) -> set[str]:
+        """The fields that hold paths, which are texts in JSON."""
+        return {name for name, kind in get_type_hints(cls).items() if Path in (kind, *get_args(kind))}
 
     def choices(self) -> dict[str, Any]:
         """The fields that decide the weights, without the paths, which are nobody else's business."""
-        return {name: value for name, value in self.to_dict().items() if not isinstance(getattr(self, name), Path)}
-
-
-_PATHS = {"data", "init", "golden_from", "run", "out"}  # texts in JSON
+        return {name: value for name, value in self.to_dict().items() if name not in self._paths()}

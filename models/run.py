@@ -45,7 +45,10 @@ def train(config: TrainConfig) -> Header:
     _must_be_writable(config.checkpoint)
     torch.manual_seed(config.seed)
     start = _begin(config, train_samples.labels)
-    _must_take_its_size(start)
+    try:
+        architectures.check_size(start.model, start.architecture, start.preprocessing.crop)
+    except ValueError as error:
+        raise ValueError(f"--image-size: {error}") from None
     train_images = cache_pictures(runs / ".cache", train_samples, start.preprocessing)
     val_images = cache_pixels(runs / ".cache", val_samples, start.preprocessing)
     bad = (*train_images.bad, *val_images.bad)
@@ -54,9 +57,9 @@ def train(config: TrainConfig) -> Header:
 
     run = config.run or _free(runs / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     run.mkdir(parents=True)
-    config = replace(config, run=run, out=config.checkpoint, data=config.data.resolve())
+    config = replace(config, run=run, out=config.checkpoint, data=Path(os.path.abspath(config.data)))
     data = {
-        "name": config.data.resolve().name,
+        "name": config.data.name,
         "train": train_images.samples.counts(),
         "val": val_images.samples.counts(),
         "bad_files": len(bad),
@@ -212,17 +215,6 @@ def _begin(config: TrainConfig, labels: tuple[str, ...]) -> _Start:
     say(f"{header.architecture} with the weights of {header.name} {header.version}" + (" and a new head" if new_head else ""))
     origin = {"name": header.name, "version": header.version, "licence": header.origin.get("licence", "unknown")}
     return _Start(model, header.architecture, preprocessing, frozenset(new_head), origin)
-
-
-def _must_take_its_size(start: _Start) -> None:
-    """Some architectures refuse a size only when they see an image of it. Raises ValueError."""
-    crop = start.preprocessing.crop
-    try:
-        with torch.inference_mode():
-            start.model.eval()(torch.zeros(1, 3, crop, crop))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--image-size: {start.architecture} can't classify {crop} x {crop} pixels ({reason})") from None
 
 
 def _resized(preprocessing: Preprocessing, size: int | None) -> Preprocessing:

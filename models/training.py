@@ -12,7 +12,6 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import nn
 
 from models import architectures
@@ -165,7 +164,4 @@ def _write_weights(model: nn.Module, path: Path, epoch: int) -> None:
     """The old file or the new one, whole, whenever the process ends. Raises OSError."""
     weights = {name: tensor.cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     with replacing(path) as temporary:
-        try:
-            safetensors.torch.save_file(weights, temporary, metadata={"epoch": str(epoch)})
-        except SafetensorError as error:
-            raise OSError(f"{path}: can't be written ({error})") from None
+        safetensors.torch.save_file(weights, temporary, metadata={"epoch": str(epoch)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,14 @@ def test_a_full_disk_is_said_with_the_room_that_it_takes(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match=rf"^{tmp_path}/cache: no room for 0 MB of decoded images \(No space left on device\)"):
         val(make_data(tmp_path, "ab"))
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_label_without_a_usable_file_is_named_also_where_its_folder_spells_it_otherwise(tmp_path: Path) -> None:
+    make_data(tmp_path, ["a", "Käfer"], val=1)
+    (tmp_path / "val/Käfer").rename(folder := tmp_path / "val" / unicodedata.normalize("NFD", "Käfer"))
+    (folder / "0.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"no file of 'Käfer' can be used; one of them: .*/0.png: These 12 bytes"):
+        val(tmp_path)
 
 
 def test_a_label_without_a_usable_file_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from service.server import START_LIMIT_S
 from service.settings import PREFIX, Settings
@@ -29,7 +29,7 @@ INSTRUCTIONS = [line for line in (ROOT / "Dockerfile").read_text().replace("\\\n
 COPIED = [source for line in INSTRUCTIONS if line.startswith("COPY ") and "--from" not in line for source in line.split()[1:-1]]
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class _Loader(yaml.SafeLoader):
     pass
 
 

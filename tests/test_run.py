@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,24 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> Non
     (tmp_path / "now-2").mkdir()
     assert run._free(tmp_path / "now") == tmp_path / "now-3"
     assert run._free(tmp_path / "then") == tmp_path / "then"
+
+
+def test_a_recipe_comes_back_from_json_and_is_named_after_the_data_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "flowers").symlink_to("volume-7")
+    everything = TrainConfig(
+        data=tmp_path / "flowers",
+        init=Path("a.safetensors"),
+        golden_from=Path("g"),
+        run=Path("r"),
+        out=Path("o.safetensors"),
+        lr=0.1,
+        seed=3,
+        image_size=64,
+    )
+    assert TrainConfig.from_dict(json.loads(json.dumps(everything.to_dict()))) == everything
+    assert {"data", "init", "golden_from", "run", "out"}.isdisjoint(everything.choices())
+    assert replace(everything, out=None).checkpoint == Path("checkpoints/flowers.safetensors")
+    assert replace(everything, out=None, data=Path(".")).checkpoint.stem == Path.cwd().name
 
 
 def test_paths_need_not_be_unicode_but_the_models_name_must(tmp_path: Path, tiny: Path) -> None:
