@@ -9,17 +9,19 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from models.preprocessing import Preprocessing
 
-if TYPE_CHECKING:  # the parent and the front doors read headers and never import torch
+if TYPE_CHECKING:  # most processes of the server read a header, or this file's golden samples, and never import torch
     import torch
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,23 @@ class Header:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Golden:
+    """The golden samples of a checkpoint: what must come out for what."""
+
+    header: Header
+    pixels: npt.NDArray[np.uint8]  # [16, crop, crop, 3]
+    logits: npt.NDArray[np.float32]  # [16, C]: what the model gave at export
+
+    @property
+    def probabilities(self) -> npt.NDArray[np.float32]:
+        """What must come out for the pixels: float32 [16, C]."""
+        scaled = self.logits / np.float32(self.header.temperature)
+        powers = np.exp(scaled - scaled.max(1, keepdims=True))
+        found: npt.NDArray[np.float32] = powers / powers.sum(1, keepdims=True)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A whole checkpoint in memory."""
 
@@ -71,18 +90,26 @@ class Checkpoint:
     golden_logits: torch.Tensor  # float32 [16, C]: what the model gave at export
 
     @property
-    def golden_probabilities(self) -> torch.Tensor:
-        """What must come out for the golden pixels: float32 [16, C]."""
-        return (self.golden_logits / self.header.temperature).softmax(1)
+    def golden(self) -> Golden:
+        """The golden samples by themselves, copied out of the mapped file, which somebody may cut short."""
+        return Golden(header=self.header, pixels=self.golden_pixels.numpy().copy(), logits=self.golden_logits.numpy().copy())
+
+
+Arrays = Iterable[tuple[str, npt.NDArray[Any]]]
 
 
 def version_of(state: Mapping[str, torch.Tensor], labels: tuple[str, ...], preprocessing: Preprocessing, temperature: float) -> str:
     """Short hash of all that decides an answer: equal models have equal versions."""
+    arrays = ((name, tensor.detach().cpu().contiguous().numpy()) for name, tensor in sorted(state.items()))
+    return _version_of(arrays, labels, preprocessing, temperature)
+
+
+def _version_of(weights: Arrays, labels: tuple[str, ...], preprocessing: Preprocessing, temperature: float) -> str:
     facts = {"labels": labels, "preprocessing": preprocessing.to_dict(), "temperature": temperature}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for name, tensor in sorted(state.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().data)
+    for name, array in weights:
+        digest.update(f"{name} torch.{array.dtype} {list(array.shape)}".encode())
+        digest.update(array.data)
     return digest.hexdigest()[:12]
 
 
@@ -110,6 +137,45 @@ def read_header(path: Path) -> Header:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, _KEY, f"not valid JSON ({error})") from None
     return _parse_header(document, path)
+
+
+def read_golden(path: Path) -> Golden:
+    """Read the golden samples without torch and without building the model, for an engine that has it in another form.
+
+    That the weights are those of the version is checked all the same. Raises CheckpointError.
+    """
+    header = read_header(path)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = set(file.keys())
+            weights = ((name.removeprefix("model."), file.get_tensor(name)) for name in sorted(names) if name.startswith("model."))
+            _check_version(_version_of(weights, header.labels, header.preprocessing, header.temperature), header, path)
+            found = {name: file.get_tensor(name) for name in _GOLDEN if name in names}
+    except (OSError, SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy lacks, and so none of a checkpoint's
+        raise CheckpointError(path, "file", f"not a readable safetensors file ({error})") from None
+    _check_golden(found, header, path)
+    return Golden(header=header, pixels=found["golden.pixels"], logits=found["golden.logits"])
+
+
+_GOLDEN = {"golden.pixels": "uint8", "golden.logits": "float32"}
+
+
+def _check_golden(found: Mapping[str, Any], header: Header, path: Path) -> None:
+    crop, classes = header.preprocessing.crop, len(header.labels)
+    shapes = {"golden.pixels": (GOLDEN_SAMPLES, crop, crop, 3), "golden.logits": (GOLDEN_SAMPLES, classes)}
+    for name, dtype in _GOLDEN.items():
+        if name not in found:
+            raise CheckpointError(path, name, "missing")
+        is_dtype, is_shape = str(found[name].dtype).removeprefix("torch."), tuple(found[name].shape)
+        if (is_dtype, is_shape) != (dtype, shapes[name]):
+            raise CheckpointError(path, name, f"must be {dtype} {list(shapes[name])}, is {is_dtype} {list(is_shape)}")
+    if not np.isfinite(np.asarray(found["golden.logits"])).all():
+        raise CheckpointError(path, "golden.logits", "not all numbers are finite")
+
+
+def _check_version(version: str, header: Header, path: Path) -> None:
+    if version != header.version:
+        raise CheckpointError(path, "version", f"the header says {header.version}, the contents give {version}: the file was changed")
 
 
 def _export_hint() -> str:
@@ -157,7 +223,6 @@ def _is_text(value: object) -> bool:
 def load(path: Path) -> Checkpoint:
     """Read and check a whole checkpoint. Raises CheckpointError for anything that is not exactly as it must be."""
     import safetensors.torch
-    import torch
 
     from models import architectures
 
@@ -172,28 +237,14 @@ def load(path: Path) -> Checkpoint:
     except ValueError as error:
         raise CheckpointError(path, "architecture", str(error)) from None
 
-    golden = {}
-    for name, dtype, shape in (
-        ("golden.pixels", torch.uint8, (GOLDEN_SAMPLES, crop, crop, 3)),
-        ("golden.logits", torch.float32, (GOLDEN_SAMPLES, classes)),
-    ):
-        tensor = tensors.pop(name, None)
-        if tensor is None:
-            raise CheckpointError(path, name, "missing")
-        if tensor.dtype != dtype or tensor.shape != shape:
-            raise CheckpointError(path, name, f"must be {dtype} {list(shape)}, is {tensor.dtype} {list(tensor.shape)}")
-        golden[name] = tensor
-    if not golden["golden.logits"].isfinite().all():
-        raise CheckpointError(path, "golden.logits", "not all numbers are finite")
-
+    golden = {name: tensors.pop(name) for name in _GOLDEN if name in tensors}
+    _check_golden(golden, header, path)
     strangers = sorted(name for name in tensors if not name.startswith("model."))
     if strangers:
         raise CheckpointError(path, strangers[0], "a tensor that is neither model.* nor golden.*")
     state = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     _check_weights(state, model.state_dict(), header, path)
-    version = version_of(state, header.labels, header.preprocessing, header.temperature)
-    if version != header.version:
-        raise CheckpointError(path, "version", f"the header says {header.version}, the contents give {version}: the file was changed")
+    _check_version(version_of(state, header.labels, header.preprocessing, header.temperature), header, path)
     architectures.set_weights(model, state, assign=True)
     model.requires_grad_(False)
     return Checkpoint(header=header, model=model, golden_pixels=golden["golden.pixels"], golden_logits=golden["golden.logits"])
@@ -282,16 +333,17 @@ class Bounds:
 BOUNDS = {"fp16": Bounds(0.005, 0.04), "bf16": Bounds(0.03, 0.15), "fp32": Bounds(0.0005, 0.002)}
 
 
-def fidelity(found: torch.Tensor, reference: torch.Tensor, bounds: Bounds) -> tuple[bool, str]:
+def fidelity(found: npt.NDArray[np.float32], reference: npt.NDArray[np.float32], bounds: Bounds) -> tuple[bool, str]:
     """Judge probabilities `[N, C]` against those at export. Returns whether they are within bounds, and the figures in words."""
-    if not found.isfinite().all():
+    if not np.isfinite(found).all():
         return False, "not all probabilities are finite"
-    best = reference.topk(2).values
-    clear = (best[:, 0] - best[:, 1]) >= bounds.any_max  # closer than that, either of the two may win
-    flips = int((clear & (found.argmax(1) != reference.argmax(1))).sum())
-    top = reference.argmax(1, keepdim=True)
-    top_mean = float((found.gather(1, top) - reference.gather(1, top)).abs().mean())
-    any_max = float((found - reference).abs().max())
+    best = np.sort(reference, axis=1)
+    clear = (best[:, -1] - best[:, -2]) >= bounds.any_max  # closer than that, either of the two may win
+    top = reference.argmax(1)
+    flips = int((clear & (found.argmax(1) != top)).sum())
+    rows = np.arange(len(found))
+    top_mean = float(np.abs(found[rows, top] - reference[rows, top]).mean())
+    any_max = float(np.abs(found - reference).max())
     good = flips == 0 and top_mean <= bounds.top_mean and any_max <= bounds.any_max
     figures = f"{flips} of {len(found)} labels differ, top probability off by {top_mean:.4f} on average (allowed {bounds.top_mean})"
     return good, f"{figures}, any by {any_max:.4f} at most (allowed {bounds.any_max})"
@@ -304,25 +356,24 @@ class FidelityError(RuntimeError):
     """A checkpoint that this device must not serve. The message says what was measured."""
 
 
-def choose_precision(checkpoint: Checkpoint, device: torch.device, first: str, classify: Callable[[str], torch.Tensor]) -> tuple[str, str]:
+def choose_precision(golden: Golden, engine: str, first: str, classify: Callable[[str], npt.NDArray[np.float32]]) -> tuple[str, str]:
     """The first of the precisions `first` and those it falls back to that reproduces the golden samples, and why it is this one.
 
     `classify` gets ready for a precision (fp16, bf16, fp32) and returns the probabilities of the golden pixels in it,
-    float32 `[16, C]`. The last call is the one that counts. Raises FidelityError where float32 misses as well.
+    float32 `[16, C]`. The last call is the one that counts. Raises FidelityError, which names `engine`, where float32 misses as well.
     """
     precision, missed = first, ""
     while True:
         try:
-            good, figures = fidelity(classify(precision), checkpoint.golden_probabilities, BOUNDS[precision])
+            good, figures = fidelity(classify(precision), golden.probabilities, BOUNDS[precision])
         except RuntimeError as error:  # an operator that this device lacks in this precision
             if precision == "fp32":
                 raise
             good, figures = False, str(error).splitlines()[0]
         if good:
             return precision, f"{missed}{precision} reproduces the golden samples: {figures}"
-        name = checkpoint.header.name
         if precision == "fp32":
-            raise FidelityError(f"float32 does not reproduce the golden samples of {name} on {device}: {figures}")
-        log.warning("%s misses the golden samples on %s, falling back to %s: %s", precision, device, _FALLBACK[precision], figures)
+            raise FidelityError(f"float32 does not reproduce the golden samples of {golden.header.name} on {engine}: {figures}")
+        log.warning("%s misses the golden samples on %s, falling back to %s: %s", precision, engine, _FALLBACK[precision], figures)
         missed += f"{precision} missed ({figures}); "
         precision = _FALLBACK[precision]

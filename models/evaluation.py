@@ -57,13 +57,13 @@ class Classifier:
     def __init__(self, loaded: Checkpoint, device: torch.device, precision: str = "auto") -> None:
         self.header, self.device = loaded.header, device
 
-        def classify_golden(precision: str) -> torch.Tensor:
+        def classify_golden(precision: str) -> npt.NDArray[np.float32]:
             self._dtype = architectures.DTYPES[precision]
             self._model = architectures.place(copy.deepcopy(loaded.model), device, self._dtype)
-            return self.predict(loaded.golden_pixels)
+            return self.predict(loaded.golden_pixels).numpy()
 
         first = architectures.fastest_precision(device) if precision == "auto" else precision
-        self.precision, self.why = choose_precision(loaded, device, first, classify_golden)
+        self.precision, self.why = choose_precision(loaded.golden, str(device), first, classify_golden)
 
     @torch.inference_mode()
     def predict(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,11 @@ class Preprocessing:
         """The bytes of an image file -> pixels, uint8 [crop, crop, 3]. Raises images.ImageError."""
         return self.pixels(images.decode(data, side=self.resize, max_pixels=max_pixels, background=self.background))
 
+    @property
+    def affine(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(x / 255 - mean) / std as x * scale + bias: scale and bias of R, G, B."""
+        return tuple(1 / (255 * s) for s in self.std), tuple(-m / s for m, s in zip(self.mean, self.std, strict=True))
+
     def normalize(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 [N, crop, crop, 3] -> `dtype` [N, 3, crop, crop], channels_last, on the same device: (pixels / 255 - mean) / std.
 
@@ -94,7 +99,7 @@ class Preprocessing:
         import torch
 
         count, height, width, _ = pixels.shape
-        scale, bias = _affine(self.mean, self.std, width, pixels.device)
+        scale, bias = _rows(*self.affine, width, pixels.device)
         # Whole rows of RGBRGB... and no second buffer: with three values to a step and fresh memory it takes ten times as long on a CPU.
         rows = pixels.reshape(count, height, width * 3).to(torch.float32)
         torch.addcmul(bias, rows, scale, out=rows)
@@ -103,13 +108,12 @@ class Preprocessing:
 
 
 @lru_cache(maxsize=16)  # a copy to the device for every batch would wait there for the batch before
-def _affine(mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(scale: tuple[float, ...], bias: tuple[float, ...], width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     with torch.inference_mode(False):  # whoever comes first, later callers may record gradients
-        scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=device)
-        bias = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32, device=device)
-        return scale.repeat(width), bias.repeat(width)
+        row, offset = (torch.tensor(three, dtype=torch.float32, device=device).repeat(width) for three in (scale, bias))
+        return row, offset
 
 
 def _is_int(value: object, low: int, high: int) -> bool:

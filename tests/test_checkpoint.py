@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -87,12 +88,12 @@ def test_an_unchanged_copy_of_the_test_subject_is_not_refused(tiny: Path, tmp_pa
         (lambda t: t["model.bn1.num_batches_tracked"].add_(1), "version: the header says"),
         (lambda t: t.pop("golden.pixels"), "golden.pixels: missing"),
         (lambda t: t.pop("golden.logits"), "golden.logits: missing"),
-        (lambda t: t.update({"golden.pixels": t["golden.pixels"][:15].clone()}), "golden.pixels: must be torch.uint8 [16, 32, 32, 3]"),
-        (lambda t: t.update({"golden.pixels": t["golden.pixels"].float()}), "golden.pixels: must be torch.uint8 [16, 32, 32, 3]"),
-        (lambda t: t.update({"golden.logits": t["golden.logits"][:, :9].clone()}), "golden.logits: must be torch.float32 [16, 10]"),
+        (lambda t: t.update({"golden.pixels": t["golden.pixels"][:15].clone()}), "golden.pixels: must be uint8 [16, 32, 32, 3]"),
+        (lambda t: t.update({"golden.pixels": t["golden.pixels"].float()}), "golden.pixels: must be uint8 [16, 32, 32, 3]"),
+        (lambda t: t.update({"golden.logits": t["golden.logits"][:, :9].clone()}), "golden.logits: must be float32 [16, 10]"),
         (
             lambda t: t.update({"golden.logits": t["golden.logits"].double()}),
-            "golden.logits: must be torch.float32 [16, 10], is torch.float64",
+            "golden.logits: must be float32 [16, 10], is float64",
         ),
         (lambda t: t["golden.logits"][15, 9].fill_(torch.nan), "golden.logits: not all numbers are finite"),
         (lambda t: t["golden.logits"][0, 0].fill_(-torch.inf), "golden.logits: not all numbers are finite"),
@@ -120,7 +121,7 @@ def test_wrong_tensors_are_refused_by_name(tiny: Path, tmp_path: Path, change: C
         (lambda h: h.update(version="0" * 12), "version: the header says 000000000000, the contents give"),
         (lambda h: h.update(version=None), "version: must be a text"),
         (lambda h: h["labels"].__setitem__(slice(0, 2), ["label 1", "label 0"]), "version: the header says"),
-        (lambda h: h["labels"].pop(), "golden.logits: must be torch.float32 [16, 9]"),
+        (lambda h: h["labels"].pop(), "golden.logits: must be float32 [16, 9]"),
         (lambda h: h["labels"].__setitem__(9, "label 3"), "labels: each label must be there once; more than once: 'label 3'"),
         (lambda h: h["labels"].__setitem__(9, ""), "labels: must be a list of texts"),
         (lambda h: h["labels"].__setitem__(9, 9), "labels: must be a list of texts"),
@@ -315,6 +316,28 @@ print(read_header(Path(sys.argv[1])).labels[9], "torch" in sys.modules)
         checkpoint.load(sparse)
 
 
+def test_the_golden_samples_are_read_without_torch_and_the_weights_are_checked_all_the_same(tiny: Path, tmp_path: Path) -> None:
+    loaded, golden = checkpoint.load(tiny), checkpoint.read_golden(tiny)
+    assert golden.header == loaded.header
+    assert np.array_equal(golden.pixels, loaded.golden_pixels)
+    np.testing.assert_allclose(golden.probabilities, loaded.golden_logits.softmax(1), rtol=0, atol=1e-6)
+    code = """
+import sys
+from pathlib import Path
+from models.checkpoint import read_golden
+print(len(read_golden(Path(sys.argv[1])).pixels), "torch" in sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", code, tiny], capture_output=True, text=True, check=True)
+    assert ended.stdout == "16 False\n"
+    with safe_open(tiny, framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    tensors["model.conv_stem.weight"][0] += 1
+    changed = tmp_path / "changed.safetensors"
+    safetensors.torch.save_file(tensors, changed, metadata)
+    with pytest.raises(CheckpointError, match=r"version: the header says .*: the file was changed"):
+        checkpoint.read_golden(changed)
+
+
 def test_the_header_is_read_in_milliseconds(default_checkpoint: Path) -> None:
     took = []
     for _ in range(5):
@@ -324,16 +347,16 @@ def test_the_header_is_read_in_milliseconds(default_checkpoint: Path) -> None:
     assert min(took) < 0.02
 
 
-CLEAR = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
-NEAR = torch.tensor([[0.45, 0.44, 0.11], [0.1, 0.1, 0.8]])
+CLEAR = np.array([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]], np.float32)
+NEAR = np.array([[0.45, 0.44, 0.11], [0.1, 0.1, 0.8]], np.float32)
 LOOSE = Bounds(0.1, 0.2)
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_not_finite_is_never_within_bounds(wrong: float) -> None:
-    found = CLEAR.clone()
+    found = CLEAR.copy()
     found[1, 0] = wrong
-    assert fidelity(found, CLEAR, Bounds(torch.inf, torch.inf)) == (False, "not all probabilities are finite")
+    assert fidelity(found, CLEAR, Bounds(np.inf, np.inf)) == (False, "not all probabilities are finite")
 
 
 def test_a_flip_counts_only_where_the_two_best_were_apart() -> None:
@@ -345,7 +368,7 @@ def test_a_flip_counts_only_where_the_two_best_were_apart() -> None:
 
 
 def test_the_bounds_are_on_the_top_label_on_average_and_on_any_at_most() -> None:
-    found = CLEAR + torch.tensor([[-0.06, 0.06, 0.0], [0.0, 0.0, 0.0]])
+    found = CLEAR + np.array([[-0.06, 0.06, 0.0], [0.0, 0.0, 0.0]], np.float32)
     assert fidelity(found, CLEAR, Bounds(0.031, 0.061))[0]
     assert not fidelity(found, CLEAR, Bounds(0.029, 0.061))[0]
     assert not fidelity(found, CLEAR, Bounds(0.031, 0.059))[0]
