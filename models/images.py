@@ -170,6 +170,7 @@ def _open_jpeg(data: bytes, check: _Check) -> Image.Image:
     image = JpegImagePlugin.JpegImageFile(io.BytesIO(b"".join([*parts, memoryview(data)[marker.start() :]])))
     if image.info.get("progressive") and data.count(b"\xff\xda") > MAX_SCANS:
         raise ValueError("too many scans")
+    image.decodermaxblock = len(data)  # all at once: after each 64 KB Pillow would copy, and wait for other threads to yield the GIL
     if profile and all(total == len(profile) for total, _ in profile.values()):
         info["icc_profile"] = b"".join(profile[number][1] for number in sorted(profile))
     image.info |= info

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from PIL import Image, ImageChops, ImageCms
+from PIL import Image, ImageChops, ImageCms, JpegImagePlugin
 
 from models.images import FORMATS, ImageError, decode
 
@@ -205,6 +205,25 @@ def test_other_codings_cut_short_are_corrupt(options: dict[str, Any]) -> None:
     data = save(photo(), "JPEG" if "progressive" in options else "TIFF", **options)
     for cut in (len(data) // 2, len(data) * 9 // 10, len(data) - 10):
         assert refused(data[:cut]).code == "image_corrupt"
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
+def test_a_large_jpeg_is_read_at_once_and_nothing_of_it_may_be_missing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    data, reads, read = save(photo((640, 480)), "JPEG", **options), list[int](), JpegImagePlugin.JpegImageFile.load_read
+
+    def counted(image: JpegImagePlugin.JpegImageFile, size: int) -> bytes:
+        reads.append(size)
+        return read(image, size)
+
+    with Image.open(io.BytesIO(data)) as image:
+        wanted = image.convert("RGB")  # Pillow reads 64 KB at a time
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "load_read", counted)
+    assert difference(decode(data), wanted) == 0
+    assert len(reads) == 1
+    assert len(data) > 100_000
+    for kept in (65_536, 65_537, len(data) * 9 // 10, *range(len(data) - 5, len(data))):
+        for side in (None, 120, 60, 30):
+            assert refused(data[:kept], side=side).code == "image_corrupt"
 
 
 def test_a_tiff_whose_strips_are_missing_is_corrupt() -> None:
