@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import difflib
 import itertools
 import re
@@ -40,15 +39,11 @@ def find_device(name: str) -> torch.device:
 
 
 def prepare(device: torch.device) -> None:
-    """Make a GPU the current one; on the CPU, let this process keep the memory of freed activations.
-
-    glibc would give each large one back to the kernel, which clears it for the next: half of the time of a light model.
-    """
+    """Make a GPU the current one; on the CPU, let this process keep the memory of freed activations."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        for option, value in ((-4, 0), (-1, 1 << 30), (-2, 1 << 28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h
-            libc.mallopt(option, value)
+    else:
+        architectures.keep_memory()
 
 
 class Classifier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nobody here needs: a process that forks has one
     # Process 1 of a container gets no signal that it has not asked for, and the server asks only once it is there.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

@@ -1,18 +1,24 @@
-"""Engine: a checkpoint on one device. Precision, transfer, forward, and the golden check that judges all three."""
+"""Engine: a checkpoint on one device. What differs between OpenVINO and torch, a CPU and a GPU, hides behind this.
+
+An engine has lanes, each a place for one batch on its way. A worker's thread puts pixels into a lane, image by image, then runs it
+and blocks until the probabilities are there. How many lanes the device computes at once, and which batches it likes, the engine says.
+"""
 
 from __future__ import annotations
 
-import copy
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from models import architectures
-from models.checkpoint import BOUNDS, Checkpoint, choose_precision, fidelity
+from models.checkpoint import BOUNDS, Golden, fidelity
 
 log = logging.getLogger(__name__)
+
+Pixels = npt.NDArray[np.uint8]
+Probabilities = npt.NDArray[np.float32]
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
@@ -20,96 +26,121 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sorted({1 << power for power in range(largest.bit_length()) if 1 << power <= largest} | {largest}))
 
 
-class Engine:
-    """A checkpoint on one device, in the fastest precision that reproduces its golden samples.
+class Lane(ABC):
+    """A place for one batch. Used by one thread at a time."""
 
-    `precision`: auto, fp16, bf16 or fp32; a half precision that misses falls back (fp16 -> bf16 -> fp32) and `why` says so.
-    Raises FidelityError where float32 misses as well.
-    """
+    @abstractmethod
+    def put(self, place: int, pixels: Pixels) -> None:
+        """Take uint8 `[crop, crop, 3]` as image number `place`; on a GPU the copy has only begun, so `pixels` must stay."""
 
-    def __init__(self, checkpoint: Checkpoint, device: str, *, precision: str = "auto", max_batch_size: int = 32) -> None:
-        self.header = checkpoint.header
-        self.device = torch.device(device)
-        self.on_cuda = self.device.type == "cuda"
-        if self.on_cuda:
-            torch.cuda.set_device(self.device)
-        self.sizes = batch_sizes(max_batch_size)
-        self._golden_pixels = checkpoint.golden_pixels.clone()  # out of the mapped file, which somebody may cut short
-        self._golden = checkpoint.golden_probabilities
-        self._staging: torch.Tensor | None = None
-        self.transfer = "shared memory"
-        if self.on_cuda:
-            crop = self.header.preprocessing.crop
-            self._on_device = torch.empty((max_batch_size, crop, crop, 3), dtype=torch.uint8, device=self.device)
-            self._staging = torch.empty((max_batch_size, crop, crop, 3), dtype=torch.uint8, pin_memory=True)
-            self.transfer = "own pinned buffer"
-        first = architectures.fastest_precision(self.device) if precision == "auto" else precision
-        self.precision, self.why = choose_precision(checkpoint, self.device, first, partial(self._classify_golden, checkpoint.model))
+    @abstractmethod
+    def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
+        """Classify the images `first` to `first + count`: float32 `[count, C]`, good until this lane's next run.
 
-    def _classify_golden(self, model: torch.nn.Module, precision: str) -> torch.Tensor:
-        # A copy: a precision that misses must not leave its rounding in the weights of the next.
-        self._dtype = architectures.DTYPES[precision]
-        self._model = architectures.place(copy.deepcopy(model), self.device, self._dtype)
-        self.warm = {1}
-        return self.predict(self._golden_pixels)
+        Padded up to a warm size, of which there must be one. `alone`: no other lane runs now, nor is any likely to soon.
+        """
+
+
+class Engine(ABC):
+    """A checkpoint on one device, in the fastest precision that reproduces its golden samples. Raises FidelityError where none does."""
+
+    name: str
+    precision: str
+    why: str  # this engine and this precision
+    transfer: str  # how pixels reach the device
+    lanes: Sequence[Lane]
+    at_once: int  # lanes that the device computes at the same time; the others wait with their pixels already there
+
+    def __init__(self, golden: Golden, max_batch_size: int) -> None:
+        self.golden, self.header = golden, golden.header
+        self.sizes = list(batch_sizes(max_batch_size))
+        self.warm: dict[int, float] = {1: 0.0}  # size -> what a batch of it costs; zero where that doesn't matter
+
+    @property
+    def room(self) -> int:
+        """Images that a lane needs room for: of a batch that is run in parts, each padded up, the last may reach beyond the largest."""
+        return 1 << (self.sizes[-1] - 1).bit_length()
+
+    @property
+    def largest(self) -> int:
+        """The largest batch that runs now."""
+        return max(self.warm)
+
+    def padded(self, count: int) -> int:
+        return min(size for size in self.warm if size >= count)
+
+    @abstractmethod
+    def take(self, waiting: int, free: int) -> int:
+        """How many of `waiting` images (at least one) the next lane should take, when `free` lanes (with it) would compute at once."""
+
+    @abstractmethod
+    def pin(self, slots: Pixels) -> None:
+        """Let the device copy straight from `slots`, uint8 `[S, crop, crop, 3]`, which rows of `put` will be from."""
+
+    @abstractmethod
+    def _prepare(self, size: int) -> float | None:
+        """Get ready for a batch size, with all lanes idle. Returns what a batch costs, or None when the size is not worth having."""
+
+    @abstractmethod
+    def out_of_memory(self, error: Exception) -> bool:
+        """Whether `error` says that a batch was too large for the device."""
+
+    def warm_next(self) -> bool:
+        """Warm the next cold size, which takes a fraction of a second; all lanes must be idle. False when there is none."""
+        size = next((size for size in self.sizes if size not in self.warm), None)
+        if size is None:
+            return False
+        self.warm[size] = 0.0  # lanes are idle, so nobody takes it for warm yet
+        try:
+            cost = self._prepare(size)
+            good = cost is not None and self._reproduces(size)
+        except Exception as error:
+            if not self.out_of_memory(error):
+                raise
+            log.warning("batches of %d do not fit into the memory of this device", size)
+            good = False
+        if good and cost is not None:
+            self.warm[size] = cost
+            return True
+        del self.warm[size]
+        self.sizes = [other for other in self.sizes if other < size]
+        return False
+
+    def lower(self, count: int) -> int:
+        """After a batch of `count` ran out of memory: give up its size and larger ones. Returns the largest size that is left."""
+        size = self.padded(count)
+        self.sizes = [other for other in self.sizes if other < size] or [1]
+        self.warm = {other: cost for other, cost in self.warm.items() if other < size} or {1: 0.0}
+        return self.largest
+
+    def classify(self, pixels: Pixels) -> Probabilities:
+        """uint8 `[N, crop, crop, 3]` -> float32 `[N, C]`, through all lanes in turn; none may be in use."""
+        found = []
+        start = 0
+        while start < len(pixels):
+            lane = self.lanes[len(found) % len(self.lanes)]
+            count = min(self.largest, len(pixels) - start)
+            for place in range(count):
+                lane.put(place, pixels[start + place])
+            # Either way that a batch of one may go.
+            found.append(lane.run(0, count, alone=len(found) % 2 == 0).copy())
+            start += count
+        return np.concatenate(found)
 
     def golden_check(self) -> tuple[bool, str]:
         """Run the golden samples through this very engine. Returns whether they are within bounds, and the figures in words."""
-        return fidelity(self.predict(self._golden_pixels), self._golden, BOUNDS[self.precision])
+        return fidelity(self.classify(self.golden.pixels), self.golden.probabilities, BOUNDS[self.precision])
 
-    def pin(self, slots: torch.Tensor) -> None:
-        """Let a GPU copy straight from `slots`, uint8 `[S, crop, crop, 3]` in shared memory, which `predict` will be given."""
-        if not self.on_cuda:
-            return
-        code = torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.numel(), 0)
-        if int(code) == 0:
-            self._staging, self.transfer = None, "pinned slots"
-        else:
-            log.warning("cudaHostRegister answered %s: copies go through a pinned buffer of this worker", code)
+    def _reproduces(self, size: int) -> bool:
+        """Whether a batch of this size, which may compute in its own way, gives the golden samples' probabilities."""
+        rows = np.arange(size) % len(self.golden.pixels)
+        self.fill(self.lanes[0], size)
+        good, figures = fidelity(self.lanes[0].run(0, size), self.golden.probabilities[rows], BOUNDS[self.precision])
+        if not good:
+            log.warning("batches of %d are not used, they miss the golden samples: %s", size, figures)
+        return good
 
-    def take(self, waiting: int) -> int:
-        """How many of `waiting` images (at least one) the next forward should take, counting only sizes that are warm.
-
-        A GPU pads a batch up to the next size, nearly for free; on a CPU a padded image costs as much as a real one, so
-        what does not fit goes next.
-        """
-        if self.on_cuda:
-            return min(waiting, max(self.warm))
-        return max(size for size in self.warm if size <= waiting)
-
-    def warm_next(self) -> bool:
-        """Warm the next cold size, which takes a fraction of a second. False when all are warm."""
-        cold = [size for size in self.sizes if size not in self.warm]
-        if not cold:
-            return False
-        repeated = self._golden_pixels[torch.arange(cold[0]) % len(self._golden_pixels)]
-        self._forward(repeated.to(self.device))
-        self.warm.add(cold[0])
-        return True
-
-    def predict(self, pixels: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Classify `pixels[rows]` (all, without `rows`): uint8 `[S, crop, crop, 3]` on the host -> float32 `[N, C]` probabilities."""
-        rows = range(len(pixels)) if rows is None else rows
-        chunks, start = [], 0
-        while start < len(rows):
-            count = self.take(len(rows) - start)
-            chunks.append(self._forward(self._transfer(pixels, rows[start : start + count]))[:count].cpu())
-            start += count
-        return torch.cat(chunks)
-
-    def _transfer(self, pixels: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """`pixels[rows]` on the device, padded to a warm size where the device is a GPU."""
-        if not self.on_cuda:
-            return pixels[list(rows)]
-        size = min(size for size in self.warm if size >= len(rows))
-        for place, row in enumerate(rows):
-            source = pixels[row]
-            if self._staging is not None:
-                source = self._staging[place].copy_(source)
-            self._on_device[place].copy_(source, non_blocking=True)
-        return self._on_device[:size]
-
-    @torch.inference_mode()
-    def _forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model(self.header.preprocessing.normalize(pixels, self._dtype))
-        return (logits.float() / self.header.temperature).softmax(1)
+    def fill(self, lane: Lane, size: int) -> None:
+        """Put golden samples into a lane, over and over."""
+        for place in range(size):
+            lane.put(place, self.golden.pixels[place % len(self.golden.pixels)])

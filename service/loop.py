@@ -7,24 +7,25 @@ import logging
 import os
 import select
 import signal
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import litserve
+import numpy as np
 from litserve.callbacks import CallbackRunner
 from litserve.loops import LitLoop, inference_worker
 from litserve.transport.base import MessageTransport
 from litserve.utils import WorkerSetupStatus
 
-from models.checkpoint import Header
+from models.checkpoint import CheckpointError, FidelityError, Header
+from service.conversion import ConversionError
+from service.engine import Engine, Lane, Probabilities
 from service.settings import configure_logging
 from service.slots import STOP, Failure, Memory, ProcessState, SlotState, WakePipe
-
-if TYPE_CHECKING:  # the parent imports this module, and never torch
-    from service.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def follow_parent(parent: int) -> None:
 
 @dataclass(kw_only=True)
 class WorkerOptions:
-    """All that a worker is told. Travels to the spawned process by pickle."""
+    """All that a worker is told."""
 
     memory: Memory
     pipes: list[WakePipe]  # of the workers, in order
@@ -53,71 +54,125 @@ class WorkerOptions:
     parent: int
     checkpoint: Path
     header: Header  # as the parent read it: what the front doors answer by
+    engine: str
     precision: str
+    compiled: bool
+    cache_dir: Path
     max_batch_size: int
     batch_wait_s: float
-    threads: int  # intra-op
+    threads: int  # that the model may use
     log_format: str
     log_level: str
 
 
 class Worker:
-    """One inference worker: takes slots from its pipe, answers into the result rows."""
+    """One inference worker: takes slots from its pipe, answers into the result rows.
+
+    Each of the engine's lanes has a thread. They take turns at gathering: one waits for images, puts them into its lane, and
+    leaves the turn to the next when it runs. So a batch is closed no sooner than the device has room for it, and nobody polls.
+    """
 
     def __init__(self, options: WorkerOptions, index: int, engine: Engine) -> None:
-        import torch
-
         self.index, self.engine, self.memory = index, engine, options.memory
         self.pipe, self.door_pipes = options.pipes[index], options.door_pipes
         self.row = self.memory.workers[index]
         self.generation = int(self.row["generation"])
         self.max_batch_size, self.batch_wait_s = options.max_batch_size, options.batch_wait_s
-        # Both views start at the same bytes as numpy's, so nothing is copied.
-        self.pixels = torch.frombuffer(self.memory.buffer, dtype=torch.uint8, count=self.memory.pixels.size).view(self.memory.pixels.shape)
-        self.results = torch.from_numpy(self.memory.results)[:, : self.memory.layout.classes]
-        engine.pin(self.pixels)
-        self.row["transfer"] = engine.transfer.encode()
+        self.results = self.memory.results[:, : self.memory.layout.classes]
+        engine.pin(self.memory.pixels)
+        for name in ("name", "precision", "why", "transfer"):
+            self.row[{"name": "engine"}.get(name, name)] = getattr(engine, name).encode()[:400]
+        self.row["largest_batch"] = engine.largest
         self.waiting: deque[int] = deque()
         self.stopping = False
         self.cold = True
+        self.warming_due = True
+        self.doubtful = False  # a batch has failed
+        self.turn = threading.Lock()  # of gathering, and of all that stands above
+        self.running = 0  # lanes that compute, or wait behind one that does
+        self.books = threading.Lock()  # of `running` and of the counts in our row
+        self.idle = threading.Condition(self.books)
+        self.freed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # a lane has done with the device
         self.poll = select.poll()
         self.poll.register(self.pipe.reader, select.POLLIN)
+        self.poll.register(self.freed, select.POLLIN)
 
-    def step(self) -> None:
-        """One turn: fetch what was handed over and classify one batch; with nothing to do, warm a size, or else wait."""
+    def run(self) -> None:
+        """Work until the parent says stop, with a thread for each lane."""
+        helpers = [threading.Thread(target=self._work_or_end, args=(lane,), daemon=True) for lane in self.engine.lanes[1:]]
+        for helper in helpers:
+            helper.start()
+        self._work_or_end(self.engine.lanes[0])
+        for helper in helpers:
+            helper.join()
+
+    def _work_or_end(self, lane: Lane) -> None:
+        try:
+            while self.step(lane):
+                pass
+        except BaseException:
+            log.exception("worker %d ends", self.index)
+            os._exit(1)  # of all its threads
+
+    def step(self, lane: Lane) -> bool:
+        """Gather one batch into a lane and classify it. False when there is nothing left to do and the parent said stop."""
+        with self.turn:
+            batch = self._gather(lane)
+            if not batch:
+                return False
+            with self.books:
+                alone = self.running == 0 and len(batch) == 1
+                self.running += 1
+        self._classify(lane, batch, alone)
+        return True
+
+    def _gather(self, lane: Lane) -> list[int]:
+        """Slots whose pixels are in the lane, to be run now. None: stop."""
+        batch: list[int] = []
         self._fetch(0)
-        if not self.waiting:
-            if self.stopping:
-                raise SystemExit(0)
-            if self.cold:
-                self.cold = self.engine.warm_next()
-            else:
-                self._fetch(BEAT_S)
-        if self.waiting:
-            self._wait_for_more()
-            self._classify()
-            if self.cold:  # under steady load the sizes get warm between batches, one at a time
-                self.cold = self.engine.warm_next()
-        self.row["beat"] = time.monotonic()
-
-    def _wait_for_more(self) -> None:
-        """Let a batch that is not full wait. The wait is the first image's: it began when that was handed over, not now."""
-        due = float(self.memory.waiting_since[self.waiting[0]]) + self.batch_wait_s
-        while len(self.waiting) < self.max_batch_size and not self.stopping and (rest := due - time.monotonic()) > 0:
-            self._fetch(rest)
+        while True:
+            if not batch and self.doubtful:
+                self._must_still_work()
+            if not batch and self.cold and (self.warming_due or not self.waiting):
+                self._warm_a_size()  # under steady load the sizes get warm between batches, one at a time
+                self._fetch(0)
+            self._fill(lane, batch)
+            if not batch:
+                if self.stopping:
+                    return batch
+                if not self.cold:
+                    self._fetch(BEAT_S)
+                continue
+            room = self.running < self.engine.at_once
+            # The wait is the first image's: it began when that was handed over, not now.
+            rest = float(self.memory.waiting_since[batch[0]]) + self.batch_wait_s - time.monotonic()
+            if len(batch) >= min(self.engine.largest, self.max_batch_size) or (room and (rest <= 0 or self.stopping)):
+                self.warming_due = self.cold
+                return batch
+            self._fetch(rest if room else BEAT_S)
 
     def _fetch(self, timeout: float) -> None:
-        """Move numbers from the pipe to the queue, waiting up to `timeout` seconds for the first."""
-        if timeout:
+        """Move numbers from the pipe to the queue, waiting up to `timeout` seconds for the first, or for the device to be free."""
+        if timeout > 0:
             self.poll.poll(timeout * 1000)
+            self._note_freed()
         for number in self.pipe.receive():
             if number == STOP:
                 self.stopping = True
             else:
                 self.waiting.append(number)
+        if not self.running:
+            self.row["beat"] = time.monotonic()
 
-    def _classify(self) -> None:
-        now, memory = time.monotonic(), self.memory
+    def _note_freed(self) -> None:
+        try:
+            os.eventfd_read(self.freed)
+        except BlockingIOError:
+            pass
+
+    def _fill(self, lane: Lane, batch: list[int]) -> None:
+        """Move images from the queue into the lane, as many as the engine wants in one batch; refuse those that nobody waits for."""
+        memory, now = self.memory, time.monotonic()
         mine = [
             slot
             for slot in self.waiting
@@ -125,22 +180,65 @@ class Worker:
         ]
         late = [slot for slot in mine if memory.deadline[slot] <= now]
         self._answer(late, SlotState.FAILED, Failure.EXPIRED)
-        self.waiting = deque(slot for slot in mine if memory.deadline[slot] > now)
+        self.waiting = deque(slot for slot in mine if memory.deadline[slot] > now) if late else deque(mine)
         if not self.waiting:
             return
-        batch = [self.waiting.popleft() for _ in range(self.engine.take(min(len(self.waiting), self.max_batch_size)))]
-        memory.state[batch] = SlotState.TAKEN
-        memory.taken_at[batch] = now
+        free = max(1, self.engine.at_once - self.running)
+        wanted = self.engine.take(min(len(batch) + len(self.waiting), self.max_batch_size), free)
+        for _ in range(wanted - len(batch)):
+            slot = self.waiting.popleft()
+            memory.state[slot] = SlotState.TAKEN
+            lane.put(len(batch), memory.pixels[slot])
+            batch.append(slot)
+
+    def _warm_a_size(self) -> None:
+        self._wait_until_idle()
+        self.cold, self.warming_due = self.engine.warm_next(), False
+        self.row["largest_batch"] = self.engine.largest
+        self.row["beat"] = time.monotonic()
+
+    def _wait_until_idle(self) -> None:
+        """Nobody else gathers meanwhile, so the lanes run empty one after the other."""
+        with self.idle:
+            self.idle.wait_for(lambda: self.running == 0)
+
+    def _classify(self, lane: Lane, batch: list[int], alone: bool) -> None:
+        self.memory.taken_at[batch] = time.monotonic()
+        error: Exception | None = None
         try:
-            self.results[batch] = self.engine.predict(self.pixels, batch)
-        except Exception:
-            log.exception("a batch of %d failed", len(batch))
-            self._answer(batch, SlotState.FAILED, Failure.INTERNAL)
-            self._must_still_work()
-        else:
-            self.row["batches"] += 1
-            self.row["images"] += len(batch)
+            found = self._run(lane, 0, len(batch), alone)
+        except Exception as caught:
+            error, self.doubtful = caught, True
+        finally:
+            with self.idle:
+                self.running -= 1
+                self.idle.notify_all()
+            os.eventfd_write(self.freed, 1)
+        if error is None:
+            self.results[batch] = found
+            with self.books:
+                self.row["batches"] += 1
+                self.row["images"] += len(batch)
             self._answer(batch, SlotState.DONE, Failure.NONE)
+            self.row["beat"] = time.monotonic()
+        else:
+            log.error("a batch of %d failed", len(batch), exc_info=error)
+            self._answer(batch, SlotState.FAILED, Failure.INTERNAL)
+
+    def _run(self, lane: Lane, first: int, count: int, alone: bool = False) -> Probabilities:
+        """Run a lane's images; where they do not fit into the device's memory at once, in parts."""
+        try:
+            return lane.run(first, count, alone=alone)
+        except Exception as error:
+            if count == 1 or not self.engine.out_of_memory(error):
+                raise
+            message = " ".join(str(error).split())[:200]
+        with self.books:
+            part = self.engine.lower(count)
+            self.row["largest_batch"] = part
+            self.row["splits"] += 1
+        log.warning("a batch of %d did not fit into the device's memory: it is split, and from now on none is over %d: %s", count, part, message)
+        return np.concatenate([self._run(lane, start, min(part, first + count - start)).copy() for start in range(first, first + count, part)])
 
     def _answer(self, slots: list[int], state: SlotState, failure: Failure) -> None:
         """Write the outcome, then wake the front doors: each gets the numbers of all its slots in one write."""
@@ -157,13 +255,55 @@ class Worker:
 
     def _must_still_work(self) -> None:
         """After a failed batch: a device that can no longer do its golden samples (a broken CUDA context, say) ends the worker."""
+        self._wait_until_idle()
+        self.doubtful = False
         try:
             good, figures = self.engine.golden_check()
         except Exception as error:
             good, figures = False, str(error)
         if not good:
-            log.error("worker %d no longer reproduces its golden samples, it ends: %s", self.index, figures)
+            log.error("worker %d no longer reproduces its golden samples: %s", self.index, figures)
             raise SystemExit(1)
+
+
+def build_engine(options: WorkerOptions, device: str) -> Engine:
+    """The engine that the settings ask for: with `auto`, OpenVINO on a CPU, and torch on a GPU or where OpenVINO can't.
+
+    Raises CheckpointError, FidelityError and, where OpenVINO was asked for by name, ConversionError.
+    """
+    fallen = ""
+    if options.engine != "torch" and device == "cpu":
+        from service.openvino_engine import OpenVinoEngine
+
+        try:
+            return OpenVinoEngine(
+                options.checkpoint,
+                precision=options.precision,
+                max_batch_size=options.max_batch_size,
+                threads=options.threads,
+                cache_dir=options.cache_dir,
+            )
+        except CheckpointError:
+            raise
+        except (ConversionError, FidelityError, RuntimeError) as error:
+            if options.engine == "openvino":
+                raise
+            fallen = f"OpenVINO can't serve this model ({' '.join(str(error).split())[:200]}); "
+            log.warning("%sfalling back to torch", fallen)
+    from models import checkpoint
+    from service.torch_engine import TorchEngine
+
+    engine = TorchEngine(
+        checkpoint.load(options.checkpoint),
+        device,
+        precision=options.precision,
+        max_batch_size=options.max_batch_size,
+        compiled=options.compiled,
+        cache_dir=options.cache_dir,
+        threads=options.threads,
+    )
+    engine.why = fallen + engine.why
+    return engine
 
 
 class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries no types
@@ -179,22 +319,14 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
         row = self.options.memory.workers[self.index]
         row["device"] = device.encode()
         try:
-            import torch
-
-            from models import checkpoint
-            from service.engine import Engine
-
-            torch.set_num_threads(self.options.threads)
             try:
-                loaded = checkpoint.load(self.options.checkpoint)
+                engine = build_engine(self.options, device)
                 served = self.options.header
-                if (loaded.header.version, loaded.header.name) != (served.version, served.name):
-                    raise checkpoint.CheckpointError(self.options.checkpoint, "file", "replaced while the server started; start again")
-                engine = Engine(loaded, device, precision=self.options.precision, max_batch_size=self.options.max_batch_size)
-            except (checkpoint.CheckpointError, checkpoint.FidelityError) as error:
+                if (engine.header.version, engine.header.name) != (served.version, served.name):
+                    raise CheckpointError(self.options.checkpoint, "file", "replaced while the server started; start again")
+            except (CheckpointError, FidelityError, ConversionError) as error:
                 row["reason"] = str(error).encode()[:1000]
                 raise SystemExit(1) from None
-            row["precision"], row["why"] = engine.precision.encode(), engine.why.encode()[:400]
             self.worker = Worker(self.options, self.index, engine)
         except Exception as error:
             log.exception("worker %d could not start", self.index)
@@ -204,10 +336,11 @@ class ClassifierAPI(litserve.LitAPI):  # type: ignore[misc]  # LitServe carries 
 
 
 class _SlotLoop(LitLoop):  # type: ignore[misc]  # likewise
-    """One turn of the worker; LitServe calls it for ever."""
+    """The worker's life; LitServe would call it again when it returns."""
 
     def run(self, lit_api: ClassifierAPI, *_unused: Any) -> None:
-        lit_api.worker.step()
+        lit_api.worker.run()
+        raise SystemExit(0)
 
 
 class _Status:
@@ -233,7 +366,7 @@ class _IdleTransport(MessageTransport):  # type: ignore[misc]  # likewise
 
 
 def run_worker(api: ClassifierAPI, index: int, device: str) -> None:
-    """The whole life of a spawned worker process."""
+    """The whole life of a worker process."""
     options = api.options
     follow_parent(options.parent)
     configure_logging(options.log_format, options.log_level)

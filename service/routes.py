@@ -47,7 +47,7 @@ class Service:
         self.body_limit = int(settings.max_body_mb * 1e6)
         self.inflight_limit = max(self.body_limit, int(settings.max_inflight_mb * 1e6) // front_door.memory.layout.doors)
         self.inflight = 0  # bytes of request bodies in this process
-        self.versions = {name: version(name) for name in ("spyglass", "litserve", "torch", "torchvision", "pillow")}
+        self.versions = {name: version(name) for name in ("spyglass", "litserve", "openvino", "torch", "torchvision", "pillow")}
 
     async def read_body(self, request: Request, deadline: float) -> bytes:
         """The whole body, never more than the limits. The caller takes its length off `inflight` when done with it."""
@@ -234,8 +234,8 @@ async def info(service: Annotated[Service, Depends(_service)]) -> Info:
     workers = [
         WorkerInfo(
             state=ProcessState(int(row["state"])).name.lower(),
-            **{name: row[name].item() for name in ("pid", "generation", "batches", "images")},
-            **{name: row[name].decode(errors="replace") for name in ("device", "precision", "why", "transfer")},
+            **{name: row[name].item() for name in ("pid", "generation", "largest_batch", "batches", "images", "splits")},
+            **{name: row[name].decode(errors="replace") for name in ("device", "engine", "precision", "why", "transfer")},
         )
         for row in memory.workers
     ]

@@ -90,11 +90,14 @@ class WorkerInfo(BaseModel):
     device: str
     state: str
     generation: int
+    engine: str
     precision: str
-    why: str = Field(description="why this precision")
+    why: str = Field(description="why this engine and this precision")
     transfer: str = Field(description="how pixels reach the device")
+    largest_batch: int = Field(description="images that one forward takes now: sizes that are warm, worth it and fit into memory")
     batches: int
     images: int
+    splits: int = Field(description="batches that were split because they did not fit into the device's memory")
 
 
 class Info(BaseModel):

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -173,7 +172,10 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             parent=os.getpid(),
             checkpoint=settings.checkpoint,
             header=self.header,
+            engine=settings.engine,
             precision=settings.precision,
+            compiled=settings.compile == "on",
+            cache_dir=settings.cache_dir,
             max_batch_size=settings.max_batch_size,
             batch_wait_s=settings.batch_wait_ms / 1000,
             threads=max(1, cpus // len(self.places)),
@@ -221,7 +223,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         # Bound before the model loads, so that a busy port is known at once; listening only once there is a model to answer.
         with self._bind() as listener:
             try:
-                self._start_workers()
+                self._start_workers(listener)
                 if not self._wait(lambda: bool((self.memory.workers["state"] == ProcessState.READY).all())):
                     return 0
                 self._listen(listener)
@@ -255,24 +257,24 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         why = error.strerror if isinstance(error, OSError) else error
         return StartError(f"host, port: can't listen on {self.settings.host} port {self.settings.port}: {why}")
 
-    def _start_workers(self) -> None:
-        # For the spawned workers only. OpenMP teams that wait by spinning take the cores from decoding; without any spin a light
-        # model's many small steps each pay for a wake-up. And glibc, unless told to keep large blocks, gives every activation
-        # back to the kernel, which zeroes it anew: a good part of a light model's time.
+    def _start_workers(self, listener: socket.socket) -> None:
+        # For torch on a CPU, in the workers: OpenMP teams that wait by spinning take the cores from decoding; without any spin a
+        # light model's many small steps each pay for a wake-up.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-        os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
-        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 34))
-        os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 28))
         log.info("loading %s on %s", self.settings.checkpoint, ", ".join(self.places))
-        context = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # a first spawn would start it, and that would unblock the signals
+        # Forked: this process has one thread and has touched neither torch nor a device, so its children begin with all that is imported.
+        context = multiprocessing.get_context("fork")
         with _signals_blocked():
             for index, device in enumerate(self.places):
                 self.memory.workers["generation"][index] = 1
-                process = context.Process(target=run_worker, args=(self.lit_api, index, device), name=f"worker-{index}")
+                process = context.Process(target=self._run_worker, args=(index, device, listener), name=f"worker-{index}")
                 process.start()
                 self.workers.append(process)
+
+    def _run_worker(self, index: int, device: str, listener: socket.socket) -> None:
+        listener.close()  # a worker that outlived its parent must not keep the port
+        run_worker(self.lit_api, index, device)
 
     def _start_doors(self, listener: socket.socket) -> None:
         context = multiprocessing.get_context("fork")

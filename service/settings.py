@@ -43,6 +43,10 @@ def _port(value: object) -> object:
     return _DEFAULT_PORT if isinstance(value, str) and value.startswith("tcp://") else value
 
 
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spyglass"
+
+
 class Settings(BaseSettings):
     """What an operator can set. `max_batch_size` is SPYGLASS_MAX_BATCH_SIZE in the environment, --max-batch-size as an argument."""
 
@@ -55,7 +59,10 @@ class Settings(BaseSettings):
     port: Annotated[int, BeforeValidator(_port)] = Field(_DEFAULT_PORT, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     device: Annotated[str, AfterValidator(_device)] = Field("auto", description="auto, cpu, cuda, or some GPUs: cuda:0,2")
     workers_per_device: int = Field(1, ge=1, le=64, description="inference workers, each with its own copy of the model")
+    engine: Literal["auto", "torch", "openvino"] = Field("auto", description="auto takes openvino on CPUs and torch on GPUs")
     precision: Literal["auto", "fp16", "bf16", "fp32"] = Field("auto", description="auto takes the fastest that the golden samples allow")
+    compile: Literal["off", "on"] = Field("off", description="on: torch compiles the model, which takes minutes the first time")
+    cache_dir: Path = Field(default_factory=_cache_dir, description="where converted and compiled models are kept")
     max_batch_size: int = Field(32, ge=1, le=1024, description="images that one forward takes at most")
     batch_wait_ms: float = Field(0, ge=0, le=1000, description="how long a batch that is not full waits, from its first image on")
     slots: Annotated[str, _auto_or_up_to(100_000)] = Field("auto", description="images in flight at most")
@@ -83,6 +90,8 @@ class Settings(BaseSettings):
             file: Path | None = getattr(self, name)
             if file is not None and not os.access(file, os.R_OK):
                 raise ValueError(f"{name}: {file} is not a readable file")
+        if self.engine == "openvino" and self.device.startswith("cuda"):
+            raise ValueError(f"engine: openvino computes on CPUs only, and device is {self.device}")
         if self.max_inflight_mb < self.max_body_mb:
             raise ValueError(f"max_inflight_mb: {self.max_inflight_mb} is less than max_body_mb {self.max_body_mb}")
         if self.api_keys.get_secret_value() and not self.keys:

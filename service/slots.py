@@ -67,9 +67,12 @@ _WORKER_ROW = np.dtype(
         ("beat", "f8"),
         ("batches", "u8"),
         ("images", "u8"),
+        ("splits", "u8"),  # batches that did not fit into the device's memory
+        ("largest_batch", "u4"),  # that runs now
         ("device", "S32"),
+        ("engine", "S16"),
         ("precision", "S8"),
-        ("why", "S400"),  # of the precision
+        ("why", "S400"),  # of engine and precision
         ("transfer", "S64"),
         ("reason", "S1000"),  # of a death before it was ready
     ],

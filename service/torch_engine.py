@@ -1,0 +1,166 @@
+"""The engine for GPUs, and for models that OpenVINO can't take: torch.
+
+On CUDA two lanes take turns: while the device computes for one, the other's pixels are copied, on a second stream and into a buffer
+of its own, as they arrive; its forward can follow at once. Results come back by a copy that nobody waits for but the lane's own thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from models import architectures
+from models.checkpoint import Checkpoint, choose_precision
+from service.engine import Engine, Lane, Pixels, Probabilities
+
+log = logging.getLogger(__name__)
+
+
+class TorchEngine(Engine):
+    """A checkpoint in torch. `compiled` has torch.compile make a program for each batch size, which it keeps in `cache_dir`."""
+
+    name = "torch"
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: str, *, precision: str, max_batch_size: int, compiled: bool, cache_dir: Path, threads: int = 1
+    ) -> None:
+        super().__init__(checkpoint.golden, max_batch_size)
+        self.device = torch.device(device)
+        self.on_cuda = self.device.type == "cuda"
+        self.at_once = 1
+        self._pinned = False
+        self._compiled = compiled
+        self._graphs: dict[int, _Graph] = {}
+        if self.on_cuda:
+            torch.cuda.set_device(self.device)
+            self.compute, self.copying = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        else:
+            torch.set_num_threads(threads)
+            architectures.keep_memory()
+        if compiled:
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "torch"))
+            torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]  # a program for each size is what we want
+        self.transfer = "own pinned buffer" if self.on_cuda else "shared memory"
+        self.lanes = [_TorchLane(self) for _ in range(2 if self.on_cuda else 1)]
+        first = architectures.fastest_precision(self.device) if precision == "auto" else precision
+        # A copy: a precision that misses must not leave its rounding in the weights of the next.
+        self.precision, why = choose_precision(
+            self.golden, f"torch on {device}", first, lambda name: self._classify_golden(copy.deepcopy(checkpoint.model), name)
+        )
+        self.why = f"torch{', compiled' if compiled else ''}: {why}"
+
+    def _classify_golden(self, model: torch.nn.Module, precision: str) -> Probabilities:
+        self.dtype = architectures.DTYPES[precision]
+        self.model = architectures.place(model, self.device, self.dtype)
+        self._forward = torch.compile(self.model, dynamic=False) if self._compiled else self.model
+        self._graphs.clear()
+        self.warm = {1: 0.0}
+        self._prepare(1)
+        return self.classify(self.golden.pixels)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Makes the stream of forwards this thread's current one."""
+        return torch.cuda.stream(self.compute) if self.on_cuda else nullcontext()
+
+    def take(self, waiting: int, free: int) -> int:
+        # A GPU pads a batch up to the next size, nearly for free; on a CPU a padded image costs as much as a real one.
+        return min(waiting, self.largest) if self.on_cuda else max(size for size in self.warm if size <= waiting)
+
+    def pin(self, slots: Pixels) -> None:
+        if not self.on_cuda:
+            return
+        code = torch.cuda.cudart().cudaHostRegister(slots.ctypes.data, slots.nbytes, 0)
+        if int(code) == 0:
+            self._pinned, self.transfer = True, "pinned slots"
+        else:
+            log.warning("cudaHostRegister answered %s: copies go through a pinned buffer of this worker", code)
+
+    def out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error)
+
+    @torch.inference_mode()
+    def _prepare(self, size: int) -> float:
+        crop = self.header.preprocessing.crop
+        with self.computing():
+            pixels = torch.zeros((size, crop, crop, 3), dtype=torch.uint8, device=self.device)
+            for _ in range(2):  # kernels are chosen, and compiled, before a graph is taken of them
+                self.probabilities(pixels)
+            if self.on_cuda:
+                self.compute.synchronize()
+                try:
+                    self._graphs[size] = _Graph(self, pixels)
+                except RuntimeError as error:  # a model that asks the host while it computes
+                    if self.out_of_memory(error):
+                        raise
+                    log.warning("no CUDA graph for batches of %d, they run without: %s", size, str(error).splitlines()[0])
+        return 0.0
+
+    def probabilities(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 `[N, crop, crop, 3]` on the device -> float32 `[N, C]` on the device."""
+        logits: torch.Tensor = self._forward(self.header.preprocessing.normalize(pixels, self.dtype))
+        return (logits.float() / self.header.temperature).softmax(1)
+
+    def replay(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The same for one of the warm sizes, in one launch where there is a graph of it. The next call overwrites what it returns."""
+        graph = self._graphs.get(len(pixels))
+        return graph(pixels) if graph else self.probabilities(pixels)
+
+
+class _Graph:
+    """A forward of one size recorded once: replayed in a single launch, where a light model's own take longer than its work."""
+
+    def __init__(self, engine: TorchEngine, pixels: torch.Tensor) -> None:
+        self._pixels, self._graph = pixels, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=engine._graph_memory, stream=engine.compute, capture_error_mode="thread_local"):
+            self._probabilities = engine.probabilities(pixels)
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        self._pixels.copy_(pixels)
+        self._graph.replay()
+        return self._probabilities
+
+
+class _TorchLane(Lane):
+    def __init__(self, engine: TorchEngine) -> None:
+        crop, room = engine.header.preprocessing.crop, engine.room
+        self.engine = engine
+        self._host = torch.zeros((room, crop, crop, 3), dtype=torch.uint8, pin_memory=engine.on_cuda)
+        self._pixels: Pixels = self._host.numpy()
+        self._device = torch.zeros_like(self._host, device=engine.device) if engine.on_cuda else self._host
+        if engine.on_cuda:
+            self._found = torch.empty((room, len(engine.header.labels)), pin_memory=True)
+            self._copied, self._done = torch.cuda.Event(), torch.cuda.Event(blocking=True)  # blocking: its waiter sleeps
+            torch.cuda.synchronize(engine.device)  # the zeros are there before another stream writes over them
+
+    def put(self, place: int, pixels: Pixels) -> None:
+        engine = self.engine
+        if not engine.on_cuda:
+            self._pixels[place] = pixels
+            return
+        source = torch.from_numpy(pixels)
+        if not engine._pinned:
+            source = self._host[place].copy_(source)
+        with torch.cuda.stream(engine.copying):
+            self._device[place].copy_(source, non_blocking=True)
+            self._copied.record(engine.copying)
+
+    @torch.inference_mode()
+    def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
+        engine = self.engine
+        pixels = self._device[first : first + engine.padded(count)]
+        if not engine.on_cuda:
+            return engine.probabilities(pixels)[:count].numpy()
+        with engine.computing():
+            engine.compute.wait_event(self._copied)
+            self._found[:count].copy_(engine.replay(pixels)[:count], non_blocking=True)
+            self._done.record(engine.compute)
+        self._done.synchronize()
+        found: Probabilities = self._found[:count].numpy()
+        return found
