@@ -27,6 +27,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
+        if self.cycle is not None and not self.cycle.response_complete:
+            gone = self.cycle.scope["state"]["gone"]
+            if not gone.done():
+                gone.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -51,6 +55,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"]["gone"] = self.loop.create_future()  # done when the client has gone before its answer
         self._fields = 0
         if self._head is None:
             self._begin()

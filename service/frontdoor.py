@@ -1,5 +1,7 @@
 """The front door's half of the hand-over: a slot for each request, decoding into it, the worker's answer out of it.
 
+    event loop: a slot, a job -> decode thread: pixels into the slot, its number to a worker -> worker -> event loop: the answer
+
 A job owns its slot from the first moment to the last and always runs to its end, so the slot is freed by the last who can
 touch it: after the decode thread has returned and the worker has answered. A request that gives up (deadline, client gone)
 only stops waiting for its job.
@@ -45,23 +47,21 @@ class ClientGone(Exception):
 
 
 class _Job:
-    def __init__(self, slot: int, fill: Callable[[Pixels], None], deadline: float) -> None:
-        self.slot, self.deadline = slot, deadline
+    def __init__(self, slot: int, fill: Callable[[Pixels], None], outcome: asyncio.Future[Answer]) -> None:
+        self.slot, self.outcome = slot, outcome  # the outcome is there before the end when the request gave up
         self.fill: Callable[[Pixels], None] | None = fill
         self.begun = time.monotonic()
-        self.given_up = False
         self.decode_s = 0.0
 
 
 class FrontDoor:
-    """Slots of one HTTP process. Lives on that process's event loop; only `fill` runs elsewhere, in decode threads."""
+    """Slots of one HTTP process. Lives on that process's event loop; decoding and handing over run in decode threads."""
 
     def __init__(self, memory: Memory, index: int, worker_pipes: list[WakePipe], pipe: WakePipe, decode_threads: int) -> None:
         self.memory, self.index, self.worker_pipes, self.pipe = memory, index, worker_pipes, pipe
         self.free = deque(memory.layout.slots_of(index))
         self._waiters: deque[asyncio.Future[int]] = deque()
-        self._answered: dict[int, asyncio.Future[None]] = {}
-        self._jobs: set[asyncio.Task[Answer]] = set()  # the event loop itself holds tasks only weakly
+        self._jobs: dict[int, _Job] = {}  # by slot
         self._decoders = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode")
 
     def start(self, on_stop: Callable[[], None]) -> None:
@@ -79,27 +79,36 @@ class FrontDoor:
         Gives up at `deadline` (monotonic seconds) or when `gone` is done. Raises what `fill` raises, ClientGone, and ApiError:
         overloaded when no slot frees in time, deadline_exceeded, worker_failed, internal.
         """
-        job = _Job(await self._acquire(deadline, gone), fill, deadline)
-        task = self._loop.create_task(self._run(job))
-        self._jobs.add(task)
-        task.add_done_callback(self._jobs.discard)
-        try:
-            await asyncio.wait((task, gone), timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if gone.done():
-                raise ClientGone
-            raise ApiError("deadline_exceeded", "the deadline passed; allow more time or send fewer requests at once")
-        finally:
-            if not task.done():
-                job.given_up = True
-                job.fill = None  # with the body that it holds
-                self.memory.deadline[job.slot] = 0  # a worker that has not taken it need not
-                task.add_done_callback(_note_exception)
+        slot = self.free.popleft() if self.free else await self._wait_for_a_slot(deadline, gone)
+        job = self._jobs[slot] = _Job(slot, fill, self._loop.create_future())
+        self.memory.state[slot] = SlotState.FILLING
+        self.memory.deadline[slot] = deadline
+        self._decoders.submit(self._decode, job)
 
-    async def _acquire(self, deadline: float, gone: asyncio.Future[Any]) -> int:
-        if self.free:
-            return self.free.popleft()
+        def client_gone(_: asyncio.Future[Any]) -> None:
+            self._give_up(job, ClientGone())
+
+        late = ApiError("deadline_exceeded", "the deadline passed; allow more time or send fewer requests at once")
+        timer = self._loop.call_later(deadline - time.monotonic(), self._give_up, job, late)
+        gone.add_done_callback(client_gone)
+        try:
+            return await job.outcome
+        except asyncio.CancelledError:
+            self._give_up(job, None)
+            raise
+        finally:
+            timer.cancel()
+            gone.remove_done_callback(client_gone)
+
+    def _give_up(self, job: _Job, error: Exception | None) -> None:
+        """The request stops waiting: it gets `error`, unless it has been cancelled."""
+        if error is not None and not job.outcome.done():
+            job.outcome.set_exception(error)
+        if self._jobs.get(job.slot) is job:
+            job.fill = None  # with the body that it holds
+            self.memory.deadline[job.slot] = 0  # a worker that has not taken it need not
+
+    async def _wait_for_a_slot(self, deadline: float, gone: asyncio.Future[Any]) -> int:
         waiter: asyncio.Future[int] = self._loop.create_future()
         self._waiters.append(waiter)
         try:
@@ -123,46 +132,30 @@ class FrontDoor:
                 return
         self.free.append(slot)
 
-    async def _run(self, job: _Job) -> Answer:
-        memory, slot = self.memory, job.slot
-        memory.state[slot] = SlotState.FILLING
-        try:
-            await self._loop.run_in_executor(self._decoders, self._decode, job)
-            if job.given_up:
-                raise ApiError("deadline_exceeded", "given up while decoding")
-            answered = self._answered[slot] = self._loop.create_future()
-            self._hand_over(job)
-            await answered
-            if memory.state[slot] == SlotState.FAILED:
-                raise ApiError(*_FAILURES[Failure(int(memory.failure[slot]))])
-            taken_at, done_at = float(memory.taken_at[slot]), float(memory.done_at[slot])
-            return Answer(
-                probabilities=memory.results[slot, : memory.layout.classes].copy(),
-                decode_s=job.decode_s,
-                queue_s=taken_at - job.begun - job.decode_s,
-                forward_s=done_at - taken_at,
-            )
-        finally:
-            self._answered.pop(slot, None)
-            self._release(slot)
-
     def _decode(self, job: _Job) -> None:
-        fill, job.fill = job.fill, None
-        if fill is None:
-            return
-        begun = time.monotonic()
-        fill(self.memory.pixels[job.slot])
-        job.decode_s = time.monotonic() - begun
+        """In a decode thread: to the worker without a detour over the event loop, which hears of it only when there is an answer."""
+        try:
+            fill, job.fill = job.fill, None
+            if fill is not None:
+                begun = time.monotonic()
+                fill(self.memory.pixels[job.slot])
+                job.decode_s = time.monotonic() - begun
+                if not job.outcome.done():
+                    self._hand_over(job.slot)
+                    return
+            error: BaseException = ApiError("deadline_exceeded", "given up while decoding")
+        except BaseException as caught:
+            error = caught
+        self._loop.call_soon_threadsafe(self._end, job, error)
 
-    def _hand_over(self, job: _Job) -> None:
-        memory, slot = self.memory, job.slot
+    def _hand_over(self, slot: int) -> None:
+        memory = self.memory
         worker = memory.least_busy_worker()
         if worker is None:
             raise ApiError("worker_failed", "no worker is ready; try again")
         memory.worker[slot] = worker
         memory.generation[slot] = memory.workers["generation"][worker]
         memory.attempt[slot] = 1
-        memory.deadline[slot] = job.deadline
         memory.waiting_since[slot] = time.monotonic()
         memory.state[slot] = SlotState.WAITING
         if not self.worker_pipes[worker].send([slot]):
@@ -172,12 +165,30 @@ class FrontDoor:
         for number in self.pipe.receive():
             if number == STOP:
                 self._on_stop()
-            elif (
-                number in self._answered
-                and not self._answered[number].done()
-                and self.memory.state[number] in (SlotState.DONE, SlotState.FAILED)  # the row is the truth, a number only wakes
-            ):
-                self._answered[number].set_result(None)
+            elif (job := self._jobs.get(number)) and self.memory.state[number] in (SlotState.DONE, SlotState.FAILED):
+                # The row is the truth, a number only wakes.
+                failed = self.memory.state[number] == SlotState.FAILED
+                self._end(job, ApiError(*_FAILURES[Failure(int(self.memory.failure[number]))]) if failed else None)
+
+    def _end(self, job: _Job, error: BaseException | None) -> None:
+        """Nobody touches the slot any more: the request, if it still waits, gets its answer."""
+        memory, slot = self.memory, job.slot
+        del self._jobs[slot]
+        if job.outcome.done():
+            pass
+        elif error is not None:
+            job.outcome.set_exception(error)
+        else:
+            taken_at, done_at = float(memory.taken_at[slot]), float(memory.done_at[slot])
+            job.outcome.set_result(
+                Answer(
+                    probabilities=memory.results[slot, : memory.layout.classes].copy(),
+                    decode_s=job.decode_s,
+                    queue_s=taken_at - job.begun - job.decode_s,
+                    forward_s=done_at - taken_at,
+                )
+            )
+        self._release(slot)
 
     def not_ready(self, silence_s: float) -> tuple[str, str] | None:
         """Why this server should get no requests now, as an error code and a message; None when it should."""
@@ -190,9 +201,3 @@ class FrontDoor:
             if now - row["beat"] > silence_s:
                 return "worker_failed", f"worker {index} on {row['device'].decode()} has been silent for {now - row['beat']:.0f} s"
         return None
-
-
-def _note_exception(task: asyncio.Task[Answer]) -> None:
-    """Nobody waits for this job any more: take note of its exception, so that asyncio does not report it as forgotten."""
-    if not task.cancelled():
-        task.exception()

@@ -237,8 +237,12 @@ class Worker:
             part = self.engine.lower(count)
             self.row["largest_batch"] = part
             self.row["splits"] += 1
-        log.warning("a batch of %d did not fit into the device's memory: it is split, and from now on none is over %d: %s", count, part, message)
-        return np.concatenate([self._run(lane, start, min(part, first + count - start)).copy() for start in range(first, first + count, part)])
+        log.warning(
+            "a batch of %d did not fit into the device's memory: it is split, and from now on none is over %d: %s", count, part, message
+        )
+        return np.concatenate(
+            [self._run(lane, start, min(part, first + count - start)).copy() for start in range(first, first + count, part)]
+        )
 
     def _answer(self, slots: list[int], state: SlotState, failure: Failure) -> None:
         """Write the outcome, then wake the front doors: each gets the numbers of all its slots in one write."""

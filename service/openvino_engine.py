@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 MOST_LANES = 16  # one Python process feeds no more than that well; more cores make each lane wider
 _MOST_TOGETHER = 16  # threads for an image alone: its layers are too small for more
-_GAIN = 0.97  # a larger batch is worth its latency and memory where it costs at most this share of the best so far for each image
+_AROUND_S = 0.0004  # what each batch costs the worker and OpenVINO besides its forward
+_GAIN = 0.97  # a larger batch is worth its latency and memory where each image costs at most this share of the best so far
 _HINTS = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 
 
@@ -84,16 +85,17 @@ class OpenVinoEngine(Engine):
             self.warm[1] = self._cost(1)
         cost = self._cost(size)
         best = min(known / other for other, known in self.warm.items() if other < size)
+        log.debug("a batch of %d takes %.2f ms of one core an image, smaller ones %.2f", size, 1e3 * cost / size, 1e3 * best)
         return cost if cost / size <= _GAIN * best else None
 
     def _cost(self, size: int) -> float:
         """Seconds of CPU time of a batch in one lane: unlike the time on a clock it is the same on a busy machine."""
         times = []
-        for _ in range(3):
+        for _ in range(5):
             begun = time.process_time()
             self._lanes[0].run(0, size)
             times.append(time.process_time() - begun)
-        return min(times)
+        return min(times) + _AROUND_S
 
 
 class _OpenVinoLane(Lane):
@@ -118,7 +120,8 @@ class _OpenVinoLane(Lane):
     def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
         request = self.engine._together if alone and count == 1 else self.request
         request.set_input_tensor(self._tensor(first, self.engine.padded(count)))
-        request.infer()
+        request.start_async()  # infer() would copy the results
+        request.wait()
         found: Probabilities = request.get_output_tensor().data[:count]
         return found
 

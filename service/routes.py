@@ -10,10 +10,12 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from models.checkpoint import Header
 from models.images import ImageError
@@ -115,17 +117,33 @@ async def _service(request: Request) -> Service:
     return service
 
 
-async def _require_key(
-    service: Annotated[Service, Depends(_service)],
-    header: Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_error=False))],
-    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+def _require_key(
+    request: Request,
+    # FastAPI reads them for the documentation.
+    header: Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_error=False))] = None,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))] = None,
 ) -> None:
+    service: Service = request.app.state.service
     if not service.keys:
         return
-    given = (header or (bearer.credentials if bearer else "")).encode()
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    given = (request.headers.get("x-api-key") or (credentials.strip() if scheme.lower() == "bearer" else "")).encode()
     # Every key is compared, each in constant time: the answer's delay says nothing about them.
     if not any([hmac.compare_digest(given, key) for key in service.keys]):
         raise ApiError("unauthorized", "send a valid key as `X-API-Key: KEY` or `Authorization: Bearer KEY`")
+
+
+_TOP_K = TypeAdapter(Annotated[int, Field(ge=1)])
+
+
+def _top_k(request: Request, default: int) -> int:
+    asked = request.query_params.get("top_k") if request.scope["query_string"] else None
+    if asked is None:
+        return default
+    try:
+        return _TOP_K.validate_python(asked)
+    except ValidationError as error:
+        raise ApiError("bad_request", f"top_k: {error.errors(include_url=False)[0]['msg']}, not {asked!r}") from None
 
 
 API_VERSION = "1.0"
@@ -145,7 +163,16 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     )
 }
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-_PREDICT_BODY = {
+_PREDICT = {
+    "parameters": [
+        {
+            "name": "top_k",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "integer", "minimum": 1, "title": "Top K"},
+            "description": "how many labels to answer; more than there are gives all",
+        }
+    ],
     "requestBody": {
         "required": True,
         "description": "one image: JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF",
@@ -155,7 +182,7 @@ _PREDICT_BODY = {
             "image/*": _BINARY,
             "application/octet-stream": _BINARY,
         },
-    }
+    },
 }
 
 
@@ -163,31 +190,29 @@ _PREDICT_BODY = {
     "/predict",
     response_model=PredictResponse,
     responses=_ERRORS,
-    openapi_extra=_PREDICT_BODY,
+    openapi_extra=_PREDICT,
     dependencies=[Depends(_require_key)],
     summary="Classify one image",
     tags=["classify"],
 )
-async def predict(
-    request: Request,
-    service: Annotated[Service, Depends(_service)],
-    top_k: Annotated[int | None, Query(ge=1, description="how many labels to answer; more than there are gives all")] = None,
-) -> Response:
+async def predict(request: Request) -> Response:
     """The body is the image file itself, one file of a multipart form under any name, or JSON `{"image": "<base64>"}`."""
-    arrived: float = request.scope["state"]["arrived"]
+    service: Service = request.app.state.service
+    state = request.scope["state"]
+    _require_key(request)
+    top_k = _top_k(request, service.settings.top_k)
+    arrived: float = state["arrived"]
     deadline = service.deadline(request, arrived)
     body = await service.read_body(request, deadline)
-    gone = asyncio.ensure_future(request.receive())  # the body has been read: what comes now is the disconnect
     try:
         fill = partial(service.fill, body, request.headers.get("content-type", ""))
-        answer = await service.front_door.classify(fill, deadline, gone)
+        answer = await service.front_door.classify(fill, deadline, state["gone"])
     finally:
-        gone.cancel()
         service.inflight -= len(body)
     response = PredictResponse(
         model=service.model,
-        predictions=service.predictions(answer.probabilities, top_k or service.settings.top_k),
-        request_id=request.scope["state"]["request_id"],
+        predictions=service.predictions(answer.probabilities, top_k),
+        request_id=state["request_id"],
         timing_ms=Timing(
             decode=round(answer.decode_s * 1e3, 3),
             queue=round(answer.queue_s * 1e3, 3),
@@ -253,9 +278,10 @@ async def info(service: Annotated[Service, Depends(_service)]) -> Info:
     )
 
 
-def assemble(app: FastAPI, settings: Settings) -> None:
-    """Put routes, error handling and middleware onto `app`."""
+def assemble(app: FastAPI, settings: Settings) -> ASGIApp:
+    """Put the routes onto `app`, and around it the shortest way to the busiest of them, CORS and error handling."""
     app.include_router(router)
+    whole: ASGIApp = envelope.Direct(app, {("POST", "/predict"): predict})
     if settings.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
-    envelope.wrap(app)  # last, and so outermost
+        whole = CORSMiddleware(whole, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+    return envelope.Envelope(whole)

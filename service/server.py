@@ -193,7 +193,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         self.app = FastAPIOffline(
             title="Spyglass", version=routes.API_VERSION, redoc_url=None, redirect_slashes=False, lifespan=self.lifespan
         )
-        routes.assemble(self.app, settings)
+        self.asgi = routes.assemble(self.app, settings)
         self.workers: list[BaseProcess] = []
         self.doors: list[BaseProcess] = []
 
@@ -292,7 +292,8 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         self.front_door = FrontDoor(self.memory, index, self.worker_pipes, self.door_pipes[index], self.decode_threads)
         self.app.state.service = routes.Service(self.settings, self.header, self.front_door)
         config = uvicorn.Config(
-            self.app,
+            self.asgi,
+            proxy_headers=False,  # nothing here asks where a request came from
             http=Connection,
             log_config=None,
             access_log=False,

@@ -165,7 +165,8 @@ def available_cpus() -> int:
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         # A client chooses paths and ids: their line ends must not begin a line that looks like ours.
-        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        if not record.message.isprintable():
+            record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
         return super().formatMessage(record)
 
 
