@@ -37,8 +37,8 @@ format: .venv/installed-test  ## the formatting that lint wants
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/installed-test $(DEFAULT)  ## this server beside LitServe's quickstart, in about 5 minutes (needs wrk)
-	$(BIN)/python -m benchmarks.serving --checkpoint $(DEFAULT)
+bench: .venv/installed-bench $(filter checkpoints/%.safetensors,$(or $(CHECKPOINT),$(DEFAULT)))  ## this server beside others, in about 20 minutes (needs wrk)
+	$(BIN)/python -m benchmarks.serving --checkpoint "$(or $(CHECKPOINT),$(DEFAULT))" $(OPTIONS)
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1: /p' Makefile
@@ -59,6 +59,11 @@ clean:  ## remove what install and the tools made
 .venv/installed-test: pyproject.toml | .venv/bin/python
 	@echo "installing into .venv what tests need; the first time PyTorch, several GB, takes minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@ .venv/installed
+
+.venv/installed-bench: pyproject.toml | .venv/bin/python
+	@echo "installing into .venv what the benchmark needs; the first time PyTorch, several GB, takes minutes"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@ .venv/installed
 
 # Only where there is no such file yet.

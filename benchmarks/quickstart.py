@@ -80,8 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
-    server = ls.LitServer(ImageClassifierAPI(options.checkpoint, max_batch_size=8, batch_timeout=0.01))
+    api = ImageClassifierAPI(options.checkpoint, max_batch_size=8, batch_timeout=0.01)
+    server = ls.LitServer(api, workers_per_device=options.workers)
     server.run(host="127.0.0.1", port=options.port, generate_client_file=False)
 
 
