@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -21,12 +22,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import openvino
 
 from benchmarks.load import ROOT, Figures, busy_seconds, cores, gather, machine, say
 from models.checkpoint import read_header
 from models.preprocessing import Preprocessing
 from service import conversion
+
+# Importing OpenVINO would report that to its makers, from a process that is forked for it.
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+import openvino  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16)
 OPENVINO_PRECISION = {"bf16": "bf16", "fp32": "f32"}
