@@ -24,6 +24,11 @@ from models.checkpoint import Header, load, read_header
 _FORM = 1  # raised when this file makes another model of the same checkpoint
 
 
+def refuse_telemetry() -> None:
+    """To be called before OpenVINO is imported: it reports its use over the network, and forks a process for that."""
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # importing it fails then, and OpenVINO does without
+
+
 class ConversionError(RuntimeError):
     """A model that OpenVINO can't take. The message says why."""
 
@@ -49,8 +54,9 @@ def ensure(checkpoint: Path, cache_dir: Path, *, afresh: bool = False) -> Path:
     lock = os.open(cache_dir, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if afresh:
-            shutil.rmtree(folder, ignore_errors=True)
+        # Nobody else converts now: what is there was left by one that was killed.
+        for left in [*cache_dir.glob(".*.part"), *([folder] if afresh else [])]:
+            shutil.rmtree(left, ignore_errors=True)
         if not model.exists():
             with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=cache_dir) as temporary:
                 made = Path(temporary) / "made"
@@ -77,6 +83,7 @@ def _convert_in_a_child(checkpoint: Path, folder: Path) -> None:
 
 def convert(checkpoint: Path, folder: Path) -> None:
     """Write `folder`/model.xml and its weights. Imports torch. Raises CheckpointError, OSError, and what OpenVINO and torch raise."""
+    refuse_telemetry()
     import openvino
     import torch
     from openvino.frontend import FrontEndManager
@@ -93,14 +100,14 @@ def convert(checkpoint: Path, folder: Path) -> None:
 
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:
             images = (pixels.float() * self.scale + self.bias).permute(0, 3, 1, 2)
-            return (self.model(images) / temperature).softmax(1)
+            logits: torch.Tensor = self.model(images)
+            return (logits / temperature).softmax(1)
 
     crop = preprocessing.crop
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch calls tracing old; exporting takes four times as long and gives the same model
         example = torch.zeros((2, crop, crop, 3), dtype=torch.uint8)
         traced = TorchScriptPythonDecoder(Served().eval(), example_input=example, trace_kwargs={"check_trace": False})
-        # Not openvino.convert_model, which would first ask whether it may report its use.
         frontend = FrontEndManager().load_by_framework("pytorch")
         model = frontend.convert(frontend.load(traced))
     model.reshape([-1, crop, crop, 3])

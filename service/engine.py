@@ -67,7 +67,8 @@ class Engine(ABC):
         return max(self.warm)
 
     def padded(self, count: int) -> int:
-        return min(size for size in self.warm if size >= count)
+        """The warm size that a batch of `count` is run as; itself when another lane has just given up those that are large enough."""
+        return min((size for size in self.warm if size >= count), default=count)
 
     @abstractmethod
     def take(self, waiting: int, free: int) -> int:
@@ -115,7 +116,7 @@ class Engine(ABC):
 
     def classify(self, pixels: Pixels) -> Probabilities:
         """uint8 `[N, crop, crop, 3]` -> float32 `[N, C]`, through all lanes in turn; none may be in use."""
-        found = []
+        found: list[Probabilities] = []
         start = 0
         while start < len(pixels):
             lane = self.lanes[len(found) % len(self.lanes)]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ _FAILURES = {
 }
 
 
+_LATE = partial(ApiError, "deadline_exceeded", "the deadline passed; allow more time or send fewer requests at once")
+
+
 @dataclass(frozen=True)
 class Answer:
     """What became of one image."""
@@ -46,8 +50,11 @@ class ClientGone(Exception):
     """The client closed the connection: there is nobody to answer."""
 
 
+_GivenUp = Callable[[], Exception]  # makes the error: the error itself would hold the request's whole stack until the job has ended
+
+
 class _Job:
-    def __init__(self, slot: int, fill: Callable[[Pixels], None], outcome: asyncio.Future[Answer]) -> None:
+    def __init__(self, slot: int, fill: Callable[[Pixels], None], outcome: asyncio.Future[Answer | _GivenUp]) -> None:
         self.slot, self.outcome = slot, outcome  # the outcome is there before the end when the request gave up
         self.fill: Callable[[Pixels], None] | None = fill
         self.begun = time.monotonic()
@@ -86,24 +93,26 @@ class FrontDoor:
         self._decoders.submit(self._decode, job)
 
         def client_gone(_: asyncio.Future[Any]) -> None:
-            self._give_up(job, ClientGone())
+            self._give_up(job, ClientGone)
 
-        late = ApiError("deadline_exceeded", "the deadline passed; allow more time or send fewer requests at once")
-        timer = self._loop.call_later(deadline - time.monotonic(), self._give_up, job, late)
+        timer = self._loop.call_later(deadline - time.monotonic(), self._give_up, job, _LATE)
         gone.add_done_callback(client_gone)
         try:
-            return await job.outcome
+            outcome = await job.outcome
         except asyncio.CancelledError:
             self._give_up(job, None)
             raise
         finally:
             timer.cancel()
             gone.remove_done_callback(client_gone)
+        if isinstance(outcome, Answer):
+            return outcome
+        raise outcome()
 
-    def _give_up(self, job: _Job, error: Exception | None) -> None:
-        """The request stops waiting: it gets `error`, unless it has been cancelled."""
-        if error is not None and not job.outcome.done():
-            job.outcome.set_exception(error)
+    def _give_up(self, job: _Job, why: _GivenUp | None) -> None:
+        """The request stops waiting, which `why` tells it, unless it has been cancelled."""
+        if why is not None and not job.outcome.done():
+            job.outcome.set_result(why)
         if self._jobs.get(job.slot) is job:
             job.fill = None  # with the body that it holds
             self.memory.deadline[job.slot] = 0  # a worker that has not taken it need not

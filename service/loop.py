@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,10 +166,8 @@ class Worker:
             self.row["beat"] = time.monotonic()
 
     def _note_freed(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self.freed)
-        except BlockingIOError:
-            pass
 
     def _fill(self, lane: Lane, batch: list[int]) -> None:
         """Move images from the queue into the lane, as many as the engine wants in one batch; refuse those that nobody waits for."""
@@ -183,7 +182,8 @@ class Worker:
         self.waiting = deque(slot for slot in mine if memory.deadline[slot] > now) if late else deque(mine)
         if not self.waiting:
             return
-        free = max(1, self.engine.at_once - self.running)
+        # Lanes that are idle too get their share, unless waiting for larger batches is what is wanted.
+        free = 1 if self.batch_wait_s else max(1, self.engine.at_once - self.running)
         wanted = self.engine.take(min(len(batch) + len(self.waiting), self.max_batch_size), free)
         for _ in range(wanted - len(batch)):
             slot = self.waiting.popleft()
@@ -206,7 +206,7 @@ class Worker:
         self.memory.taken_at[batch] = time.monotonic()
         error: Exception | None = None
         try:
-            found = self._run(lane, 0, len(batch), alone)
+            found = self._run(lane, len(batch), alone)
         except Exception as caught:
             error, self.doubtful = caught, True
         finally:
@@ -225,23 +225,33 @@ class Worker:
             log.error("a batch of %d failed", len(batch), exc_info=error)
             self._answer(batch, SlotState.FAILED, Failure.INTERNAL)
 
-    def _run(self, lane: Lane, first: int, count: int, alone: bool = False) -> Probabilities:
+    def _run(self, lane: Lane, count: int, alone: bool) -> Probabilities:
         """Run a lane's images; where they do not fit into the device's memory at once, in parts."""
-        try:
-            return lane.run(first, count, alone=alone)
-        except Exception as error:
-            if count == 1 or not self.engine.out_of_memory(error):
-                raise
-            message = " ".join(str(error).split())[:200]
+        found: list[Probabilities] = []
+        start = 0
+        while start < count:
+            size = min(count - start, self.engine.largest)
+            try:
+                part = lane.run(start, size, alone=alone)
+            except Exception as error:
+                if size == 1 or not self.engine.out_of_memory(error):
+                    raise
+                self._lower(size, error)
+                continue
+            if size == count:
+                return part
+            found.append(part.copy())
+            start += size
+        return np.concatenate(found)
+
+    def _lower(self, size: int, error: Exception) -> None:
         with self.books:
-            part = self.engine.lower(count)
-            self.row["largest_batch"] = part
+            left = self.engine.lower(size)
+            self.row["largest_batch"] = left
             self.row["splits"] += 1
+        reason = " ".join(str(error).split())[:200]
         log.warning(
-            "a batch of %d did not fit into the device's memory: it is split, and from now on none is over %d: %s", count, part, message
-        )
-        return np.concatenate(
-            [self._run(lane, start, min(part, first + count - start)).copy() for start in range(first, first + count, part)]
+            "a batch of %d did not fit into the device's memory: it is split, and from now on none is over %d: %s", size, left, reason
         )
 
     def _answer(self, slots: list[int], state: SlotState, failure: Failure) -> None:

@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-import openvino
 
 from models.checkpoint import choose_precision, read_golden
 from service import conversion
 from service.engine import Engine, Lane, Pixels, Probabilities
+
+conversion.refuse_telemetry()
+import openvino  # noqa: E402
 
 log = logging.getLogger(__name__)
 

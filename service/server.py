@@ -33,9 +33,10 @@ from fastapi_offline import FastAPIOffline
 from models import checkpoint
 from service import routes
 from service.connection import Connection
+from service.cores import available_cpus, share
 from service.frontdoor import FrontDoor
 from service.loop import ClassifierAPI, WorkerOptions, follow_parent, run_worker
-from service.settings import Settings, available_cpus, configure_logging
+from service.settings import Settings, configure_logging
 from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState, WakePipe
 
 log = logging.getLogger(__name__)
@@ -149,9 +150,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         cuda = device_names != ["cpu"]
         self.places = [device for _ in range(settings.workers_per_device) for device in device_names]
 
-        cpus = available_cpus()
-        doors = int(settings.api_servers) if settings.api_servers != "auto" else max(1, cpus // 4)
-        self.decode_threads = int(settings.decode_threads) if settings.decode_threads != "auto" else max(1, cpus // doors)
+        cores = share(available_cpus(), len(self.places), None if settings.api_servers == "auto" else int(settings.api_servers))
+        doors = cores.api_servers
+        self.decode_threads = cores.decode_threads if settings.decode_threads == "auto" else int(settings.decode_threads)
         in_flight = int(settings.slots) if settings.slots != "auto" else max(128, 4 * settings.max_batch_size * len(self.places))
         self.layout = Layout(
             slots=-(-max(in_flight, doors) // doors) * doors,
@@ -178,7 +179,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             cache_dir=settings.cache_dir,
             max_batch_size=settings.max_batch_size,
             batch_wait_s=settings.batch_wait_ms / 1000,
-            threads=max(1, cpus // len(self.places)),
+            threads=cores.model_threads,
             log_format=settings.log_format,
             log_level=settings.log_level,
         )

@@ -145,23 +145,6 @@ def unknown_variables() -> list[str]:
     return found
 
 
-def available_cpus() -> int:
-    """CPUs that this process may use: its affinity, less where the container's quota is smaller (cgroup v2 and v1)."""
-    cpus = len(os.sched_getaffinity(0))
-    for quota_file, period_file in (
-        ("/sys/fs/cgroup/cpu.max", None),
-        ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-    ):
-        try:
-            words = Path(quota_file).read_text().split()
-            period = Path(period_file).read_text() if period_file else words[1]
-        except (OSError, IndexError):
-            continue
-        if words[0] not in ("max", "-1"):
-            cpus = min(cpus, max(1, round(int(words[0]) / int(period))))
-    return cpus
-
-
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         # A client chooses paths and ids: their line ends must not begin a line that looks like ours.

@@ -13,7 +13,6 @@ import mmap
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -106,13 +105,10 @@ class Layout:
 
 
 class Memory:
-    """One anonymous file, mapped by every process. Pickled to a spawned process it arrives as the same memory."""
+    """One anonymous mapping that the parent makes and every process it forks, at any time, has too."""
 
     def __init__(self, layout: Layout) -> None:
-        self._map(layout, os.memfd_create("spyglass"))
-
-    def _map(self, layout: Layout, descriptor: int) -> None:
-        self.layout, self.descriptor = layout, descriptor
+        self.layout = layout
         parts: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
             "pixels": (np.dtype("u1"), (layout.slots, layout.crop, layout.crop, 3)),
             "results": (np.dtype("f4"), (layout.slots, max(layout.classes, 1024))),
@@ -125,9 +121,7 @@ class Memory:
         for name, (dtype, shape) in parts.items():
             offsets[name] = size
             size += -(-dtype.itemsize * int(np.prod(shape)) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
-        self.buffer = mmap.mmap(descriptor, size)
+        self.buffer = mmap.mmap(-1, size)
 
         def view(name: str) -> Array:
             dtype, shape = parts[name]
@@ -141,14 +135,6 @@ class Memory:
         self.attempt, self.failure, self.model = slots["attempt"], slots["failure"], slots["model"]
         self.waiting_since, self.taken_at, self.done_at = slots["waiting_since"], slots["taken_at"], slots["done_at"]
         self.deadline = slots["deadline"]
-
-    def __getstate__(self) -> tuple[Layout, Any]:
-        # Only a descriptor keeps the memory shared: a pickled numpy view would arrive as a private copy, without an error.
-        return self.layout, reduction.DupFd(self.descriptor)
-
-    def __setstate__(self, state: tuple[Layout, Any]) -> None:
-        layout, descriptor = state
-        self._map(layout, descriptor.detach())
 
     def least_busy_worker(self) -> int | None:
         """The ready worker with the least work in hand; of equals, the one that has classified least. None: none is ready."""
@@ -168,17 +154,8 @@ class WakePipe:
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
-        self._prepare()
-
-    def _prepare(self) -> None:
         os.set_blocking(self.reader, False)
         os.set_blocking(self.writer, False)
-
-    def __getstate__(self) -> tuple[Any, Any]:
-        return reduction.DupFd(self.reader), reduction.DupFd(self.writer)
-
-    def __setstate__(self, ends: tuple[Any, Any]) -> None:
-        self.reader, self.writer = (end.detach() for end in ends)
 
     def send(self, numbers: Iterable[int]) -> bool:
         """False when the pipe is full: its reader has long stopped reading."""

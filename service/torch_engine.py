@@ -12,7 +12,6 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from models import architectures
@@ -46,7 +45,7 @@ class TorchEngine(Engine):
             architectures.keep_memory()
         if compiled:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "torch"))
-            torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]  # a program for each size is what we want
+            torch._dynamo.config.recompile_limit = 64  # a program for each size is what we want
         self.transfer = "own pinned buffer" if self.on_cuda else "shared memory"
         self.lanes = [_TorchLane(self) for _ in range(2 if self.on_cuda else 1)]
         first = architectures.fastest_precision(self.device) if precision == "auto" else precision

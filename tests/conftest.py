@@ -20,6 +20,8 @@ import pytest
 import requests
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from models import architectures
 from models.export import export
@@ -56,6 +58,16 @@ def make_tiny(path: Path, *, labels: int = 10) -> Path:
         origin={"data": "none"},
     )
     return path
+
+
+def with_another_weight(path: Path, out: Path) -> Path:
+    """A copy of a checkpoint with one weight changed and the header as it was."""
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in list(file.keys())}, file.metadata()
+    name = next(name for name, tensor in tensors.items() if name.startswith("model.") and tensor.is_floating_point())
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, out, metadata)
+    return out
 
 
 def encode(colour: tuple[int, int, int], kind: str = "PNG", size: tuple[int, int] = (40, 40)) -> bytes:
@@ -101,6 +113,7 @@ class Server:
     def __init__(self, checkpoint: Path, *arguments: str, until: str = " at http") -> None:
         command = [sys.executable, "-m", "service", "--checkpoint", str(checkpoint), "--host", "127.0.0.1", "--port", "0", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SPYGLASS_")}
+        environment["SPYGLASS_CACHE_DIR"] = str(checkpoint.parent / "cache")
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment, cwd=EXAMPLES.parent
         )

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from models import checkpoint
 from models.checkpoint import Bounds, CheckpointError, fidelity
-from tests.conftest import make_tiny
+from tests.conftest import make_tiny, with_another_weight
 
 Tensors = dict[str, torch.Tensor]
 HEAD = "model.classifier.weight"
@@ -329,11 +329,7 @@ print(len(read_golden(Path(sys.argv[1])).pixels), "torch" in sys.modules)
 """
     ended = subprocess.run([sys.executable, "-c", code, tiny], capture_output=True, text=True, check=True)
     assert ended.stdout == "16 False\n"
-    with safe_open(tiny, framework="pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    tensors["model.conv_stem.weight"][0] += 1
-    changed = tmp_path / "changed.safetensors"
-    safetensors.torch.save_file(tensors, changed, metadata)
+    changed = with_another_weight(tiny, tmp_path / "changed.safetensors")
     with pytest.raises(CheckpointError, match=r"version: the header says .*: the file was changed"):
         checkpoint.read_golden(changed)
 

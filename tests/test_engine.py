@@ -1,19 +1,25 @@
-"""The engine gives the model's probabilities, or refuses to give any."""
+"""Both engines give the model's probabilities, or refuse to give any; the batches that they like."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from models import architectures, checkpoint
 from models.checkpoint import BOUNDS, Bounds, Checkpoint, FidelityError, fidelity
 from models.export import logits
-from service.engine import Engine, batch_sizes
+from service import conversion
+from service.engine import Engine, Probabilities, batch_sizes
+from service.openvino_engine import OpenVinoEngine, _computes
+from service.torch_engine import TorchEngine
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +32,30 @@ def lite0(default_checkpoint: Path) -> Checkpoint:
     return checkpoint.load(default_checkpoint)
 
 
-def expected(found: Checkpoint) -> torch.Tensor:
-    return logits(found.model, found.header.preprocessing, found.golden_pixels).softmax(1)
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def in_torch(loaded: Checkpoint, **options: Any) -> TorchEngine:
+    defaults: dict[str, Any] = {"precision": "auto", "max_batch_size": 32, "compiled": False, "cache_dir": Path("/none")}
+    return TorchEngine(loaded, "cpu", **defaults | options)
+
+
+def in_openvino(path: Path, cache: Path, **options: Any) -> OpenVinoEngine:
+    defaults: dict[str, Any] = {"precision": "auto", "max_batch_size": 8, "threads": 2}
+    return OpenVinoEngine(path, cache_dir=cache, **defaults | options)
+
+
+def warm(engine: Engine) -> Engine:
+    while engine.warm_next():
+        pass
+    return engine
+
+
+def expected(found: Checkpoint) -> Probabilities:
+    probabilities: Probabilities = logits(found.model, found.header.preprocessing, found.golden_pixels).softmax(1).numpy()
+    return probabilities
 
 
 def altered(found: Checkpoint, layer: str) -> Checkpoint:
@@ -54,15 +82,55 @@ def altered(found: Checkpoint, layer: str) -> Checkpoint:
     ],
 )
 def test_one_layer_negated_is_refused(lite0: Checkpoint, layer: str) -> None:
-    with pytest.raises(FidelityError, match=r"float32 does not reproduce .* of efficientnet_lite0 on cpu: .* labels differ"):
-        Engine(altered(lite0, layer), "cpu", precision="bf16")
+    with pytest.raises(FidelityError, match=r"float32 does not reproduce .* of efficientnet_lite0 on torch on cpu: .* labels differ"):
+        in_torch(altered(lite0, layer), precision="bf16")
 
 
-def test_the_default_checkpoint_is_served_in_the_fastest_precision(lite0: Checkpoint) -> None:
-    found = Engine(lite0, "cpu")
-    assert found.precision == architectures.fastest_precision(torch.device("cpu"))
-    assert found.why.startswith(f"{found.precision} reproduces the golden samples: 0 of 16 labels differ")
-    assert found.transfer == "shared memory"
+def test_openvino_refuses_it_too(lite0: Checkpoint, default_checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = checkpoint.read_golden(default_checkpoint)
+    other = replace(golden, logits=expected_logits(altered(lite0, "blocks.3.1.bn1")))
+    monkeypatch.setattr("service.openvino_engine.read_golden", lambda _: other)
+    with pytest.raises(FidelityError, match=r"float32 does not reproduce .* on OpenVINO on the CPU"):
+        in_openvino(default_checkpoint, cache)
+
+
+def expected_logits(found: Checkpoint) -> Probabilities:
+    result: Probabilities = logits(found.model, found.header.preprocessing, found.golden_pixels).numpy()
+    return result
+
+
+def test_the_default_checkpoint_is_served_in_the_fastest_precision(lite0: Checkpoint, default_checkpoint: Path, cache: Path) -> None:
+    fastest = architectures.fastest_precision(torch.device("cpu"))
+    engines = {"torch": in_torch(lite0), "OpenVINO, 2 x 1 threads": in_openvino(default_checkpoint, cache)}
+    for name, engine in engines.items():
+        assert engine.precision == fastest
+        assert engine.why.startswith(f"{name}: {fastest} reproduces the golden samples: 0 of 16 labels differ")
+        assert engine.transfer == "shared memory"
+        assert engine.golden_check()[0]
+
+
+def test_openvinos_probabilities_add_up_as_only_float32_does(default_checkpoint: Path, cache: Path) -> None:
+    found = in_openvino(default_checkpoint, cache).classify(checkpoint.read_golden(default_checkpoint).pixels)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found.sum(1), 1, rtol=0, atol=1e-5)  # in bf16 a sum would be off by 0.002
+
+
+def test_openvino_is_exact_in_float32_by_every_lane_and_all_together(tiny: Path, tiny_checkpoint: Checkpoint, cache: Path) -> None:
+    engine = in_openvino(tiny, cache, precision="fp32", threads=3)
+    assert len(engine.lanes) == engine.at_once == 3
+    for lane in engine.lanes:
+        for alone in (False, True):
+            lane.put(0, tiny_checkpoint.golden_pixels[5].numpy())
+            np.testing.assert_allclose(lane.run(0, 1, alone=alone)[0], expected(tiny_checkpoint)[5], rtol=0, atol=1e-5)
+
+
+def test_a_precision_that_this_cpu_lacks_is_not_claimed(tiny: Path, cache: Path) -> None:
+    engine = in_openvino(tiny, cache, precision="fp16")
+    if _computes("fp16"):
+        assert engine.precision == "fp16"
+    else:
+        assert engine.precision in ("bf16", "fp32")
+        assert "fp16 missed (this CPU has no instructions for it); " in engine.why
 
 
 def test_a_half_precision_that_misses_falls_back_and_says_so(
@@ -71,13 +139,48 @@ def test_a_half_precision_that_misses_falls_back_and_says_so(
     monkeypatch.setitem(BOUNDS, "fp16", Bounds(0.0, 0.0))
     monkeypatch.setitem(BOUNDS, "bf16", Bounds(0.0, 0.0))
     with caplog.at_level(logging.WARNING):
-        found = Engine(tiny_checkpoint, "cpu", precision="fp16")
+        found = in_torch(tiny_checkpoint, precision="fp16")
     assert found.precision == "fp32"
-    assert [part.split(" (")[0] for part in found.why.split("; ")][:2] == ["fp16 missed", "bf16 missed"]
+    assert [part.split(" (")[0] for part in found.why.split("; ")][:2] == ["torch: fp16 missed", "bf16 missed"]
     assert found.why.split("; ")[2].startswith("fp32 reproduces the golden samples")
     assert ["falling back to bf16" in caplog.messages[0], "falling back to fp32" in caplog.messages[1]] == [True, True]
     # And the rounding of the ones that missed has not stayed in the weights.
-    torch.testing.assert_close(found.predict(tiny_checkpoint.golden_pixels), expected(tiny_checkpoint), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.classify(found.golden.pixels), expected(tiny_checkpoint), rtol=0, atol=1e-5)
+
+
+def test_openvino_falls_back_to_float32_when_bf16_misses(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BOUNDS, "bf16", Bounds(0.0, 0.0))
+    found = in_openvino(tiny, cache, precision="bf16")
+    assert found.precision == "fp32"
+    assert "bf16 missed (" in found.why
+
+
+class _Loud(torch.nn.Module):
+    """Squares what comes in, far beyond what float16 can hold, and takes the root again."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(((pixels + 4) * 1000).pow(2).sqrt() / 1000 - 4)
+        return out
+
+
+def test_a_model_whose_activations_overflow_float16_is_served_in_a_wider_one(tiny_checkpoint: Checkpoint) -> None:
+    found = in_torch(replace(tiny_checkpoint, model=_Loud(tiny_checkpoint.model)), precision="fp16")
+    assert found.precision in ("bf16", "fp32")
+    assert found.why.startswith("torch: fp16 missed (")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+def test_the_first_layer_sees_the_precision_that_is_reported(tiny_checkpoint: Checkpoint, precision: str) -> None:
+    found = in_torch(tiny_checkpoint, precision=precision)
+    seen: list[torch.dtype] = []
+    first = next(module for module in found.model.modules() if isinstance(module, torch.nn.Conv2d))
+    first.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].dtype))
+    found.classify(found.golden.pixels[:1])
+    assert seen == [architectures.DTYPES[found.precision]]
 
 
 def test_an_operator_that_half_precision_lacks_leads_to_the_next(tiny_checkpoint: Checkpoint) -> None:
@@ -92,29 +195,36 @@ def test_an_operator_that_half_precision_lacks_leads_to_the_next(tiny_checkpoint
             out: torch.Tensor = self.inner(pixels)
             return out
 
-    found = Engine(replace(tiny_checkpoint, model=Picky(tiny_checkpoint.model)), "cpu", precision="bf16")
+    found = in_torch(replace(tiny_checkpoint, model=Picky(tiny_checkpoint.model)), precision="bf16")
     assert found.precision == "fp32"
-    assert found.why.startswith("bf16 missed (no such kernel); fp32 reproduces")
-
-
-def test_float32_is_exact(tiny_checkpoint: Checkpoint) -> None:
-    found = Engine(tiny_checkpoint, "cpu", precision="fp32")
-    torch.testing.assert_close(found.predict(tiny_checkpoint.golden_pixels), expected(tiny_checkpoint), rtol=0, atol=1e-5)
-    assert found.predict(tiny_checkpoint.golden_pixels).dtype == torch.float32
+    assert found.why.startswith("torch: bf16 missed (no such kernel); fp32 reproduces")
 
 
 def test_the_engine_leaves_the_checkpoint_as_it_was(tiny_checkpoint: Checkpoint) -> None:
     before = copy.deepcopy(tiny_checkpoint.model.state_dict())
-    Engine(tiny_checkpoint, "cpu", precision="bf16")
+    in_torch(tiny_checkpoint, precision="bf16")
     after = tiny_checkpoint.model.state_dict()
     assert all(after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_the_temperature_is_applied(tiny_checkpoint: Checkpoint) -> None:
-    warm = replace(tiny_checkpoint, header=replace(tiny_checkpoint.header, temperature=2.5))
-    found = Engine(warm, "cpu", precision="fp32").predict(warm.golden_pixels)
-    torch.testing.assert_close(found, (warm.golden_logits / 2.5).softmax(1), rtol=0, atol=1e-4)
-    assert (found - warm.golden_logits.softmax(1)).abs().max() > 0.05
+    cooler = replace(tiny_checkpoint, header=replace(tiny_checkpoint.header, temperature=2.5))
+    found = in_torch(cooler, precision="fp32").classify(cooler.golden.pixels)
+    np.testing.assert_allclose(found, (cooler.golden_logits / 2.5).softmax(1), rtol=0, atol=1e-4)
+    assert np.abs(found - expected(tiny_checkpoint)).max() > 0.05
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with it")
+def test_a_compiled_model_gives_the_same_and_is_kept(tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))  # a convolutional one takes a minute
+    outcome = logits(model, tiny_checkpoint.header.preprocessing, tiny_checkpoint.golden_pixels).detach()
+    loaded = replace(tiny_checkpoint, model=model, golden_logits=outcome)
+    engine = in_torch(loaded, precision="fp32", compiled=True, cache_dir=tmp_path, max_batch_size=2)
+    assert engine.why.startswith("torch, compiled: fp32 reproduces")
+    assert engine.warm_next()
+    np.testing.assert_allclose(engine.classify(engine.golden.pixels), outcome.softmax(1), rtol=0, atol=1e-5)
+    assert any((tmp_path / "torch").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -125,70 +235,128 @@ def test_batch_sizes_are_powers_of_two_and_the_largest(largest: int, sizes: tupl
     assert batch_sizes(largest) == sizes
 
 
-def test_sizes_get_warm_in_order_and_only_warm_ones_are_taken(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Engine(tiny_checkpoint, "cpu", precision="fp32", max_batch_size=12)
-    computed: list[int] = []
-    forward = found._forward
+def test_torch_on_a_cpu_takes_the_largest_warm_size_that_is_full(tiny_checkpoint: Checkpoint) -> None:
+    engine = in_torch(tiny_checkpoint, precision="fp32", max_batch_size=12)
+    assert [engine.take(waiting, 1) for waiting in (1, 2, 12)] == [1, 1, 1]
+    assert engine.warm_next()
+    assert [engine.take(waiting, 1) for waiting in (1, 2, 3, 12)] == [1, 2, 2, 2]
+    assert [engine.warm_next() for _ in range(4)] == [True, True, True, False]
+    assert [engine.take(waiting, 1) for waiting in (1, 3, 7, 8, 11, 12, 100)] == [1, 2, 4, 8, 8, 12, 12]
 
-    def counted(pixels: torch.Tensor) -> torch.Tensor:
-        computed.append(len(pixels))
+
+def test_openvino_splits_and_pads_by_what_is_cheaper_and_shares_among_idle_lanes(tiny: Path, cache: Path) -> None:
+    engine = in_openvino(tiny, cache)
+    engine.warm = {1: 5.0, 2: 10.0, 4: 18.0}  # larger batches are a little cheaper: 3 go as 2 and 1
+    assert [engine.take(waiting, 1) for waiting in (1, 2, 3, 4, 5, 7, 8, 50)] == [1, 2, 2, 4, 4, 4, 4, 4]
+    assert [engine.take(waiting, 2) for waiting in (1, 2, 3, 4, 8)] == [1, 1, 2, 2, 4]
+    engine.warm = {1: 5.0, 2: 6.0, 4: 7.0}  # far cheaper: 3 go as a padded batch of 4
+    assert [engine.take(waiting, 1) for waiting in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 4]
+    assert engine.padded(3) == 4
+
+
+@pytest.mark.parametrize(("costs", "largest"), [([8, 12, 20, 38, 90], 8), ([8, 16, 20, 30, 40], 1), ([8, 12, 24, 30, 40], 2)])
+def test_a_size_that_saves_nothing_is_not_kept_nor_any_above(
+    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, costs: list[int], largest: int
+) -> None:
+    engine = in_openvino(tiny, cache, max_batch_size=16)
+    monkeypatch.setattr(engine, "_cost", dict(zip(batch_sizes(16), costs, strict=True)).__getitem__)
+    assert max(warm(engine).warm) == engine.largest == largest
+
+
+def test_a_size_that_misses_the_golden_samples_is_not_used(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = in_torch(tiny_checkpoint, precision="fp32", max_batch_size=8)
+    forward = engine.probabilities
+    monkeypatch.setattr(engine, "probabilities", lambda pixels: forward(pixels).flip(1) if len(pixels) == 4 else forward(pixels))
+    assert [engine.warm_next(), engine.warm_next()] == [True, False]
+    assert engine.largest == 2
+    assert "batches of 4 are not used, they miss the golden samples: 4 of 4 labels differ" in caplog.text
+
+
+def test_a_size_that_does_not_fit_is_not_used(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = in_torch(tiny_checkpoint, precision="fp32", max_batch_size=8)
+    forward = engine.probabilities
+
+    def small(pixels: torch.Tensor) -> torch.Tensor:
+        if len(pixels) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(pixels)
 
-    monkeypatch.setattr(found, "_forward", counted)
-    assert [found.take(waiting) for waiting in (1, 2, 12)] == [1, 1, 1]
-    assert found.warm_next()
-    assert [found.take(waiting) for waiting in (1, 2, 3, 12)] == [1, 2, 2, 2]
-    assert [found.warm_next() for _ in range(4)] == [True, True, True, False]
-    assert computed == [2, 4, 8, 12]
-    assert [found.take(waiting) for waiting in (1, 3, 7, 8, 11, 12, 100)] == [1, 2, 4, 8, 8, 12, 12]
+    monkeypatch.setattr(engine, "probabilities", small)
+    warm(engine)
+    assert engine.sizes == [1, 2]
+    assert engine.lower(2) == 1
+    assert (engine.sizes, engine.largest, engine.lower(1)) == ([1], 1, 1)
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 13, 33])
-@pytest.mark.parametrize("warm", [False, True])
-def test_the_right_rows_come_back_in_the_right_order(tiny_checkpoint: Checkpoint, count: int, warm: bool) -> None:
-    found = Engine(tiny_checkpoint, "cpu", precision="fp32", max_batch_size=8)
-    while warm and found.warm_next():
-        pass
+@pytest.mark.parametrize("build", ["torch", "openvino"])
+def test_the_right_rows_come_back_in_the_right_order(tiny: Path, tiny_checkpoint: Checkpoint, cache: Path, count: int, build: str) -> None:
+    engine: Engine = (
+        in_torch(tiny_checkpoint, precision="fp32", max_batch_size=8) if build == "torch" else in_openvino(tiny, cache, precision="fp32")
+    )
     rows = [(5 * place + 3) % 16 for place in range(count)]  # not in order, and with repeats
-    answers = found.predict(tiny_checkpoint.golden_pixels, rows)
-    assert answers.shape == (count, 10)
-    torch.testing.assert_close(answers, expected(tiny_checkpoint)[rows], rtol=0, atol=1e-5)
+    for _ in range(3):
+        answers = engine.classify(engine.golden.pixels[rows])
+        assert answers.shape == (count, 10)
+        np.testing.assert_allclose(answers, expected(tiny_checkpoint)[rows], rtol=0, atol=1e-5)
+        engine.warm_next()
 
 
-def test_neighbours_in_a_batch_do_not_change_an_answer(tiny_checkpoint: Checkpoint) -> None:
-    found = Engine(tiny_checkpoint, "cpu", precision="bf16", max_batch_size=16)
-    while found.warm_next():
-        pass
-    forwards = found.predict(tiny_checkpoint.golden_pixels)
-    backwards = found.predict(tiny_checkpoint.golden_pixels, range(15, -1, -1))
-    torch.testing.assert_close(forwards, backwards.flip(0), rtol=0, atol=1e-6)
-    assert len(forwards.argmax(1).unique()) > 3  # so that a mix-up would show
+@pytest.mark.parametrize("build", ["torch", "openvino"])
+def test_neither_padding_nor_neighbours_change_an_answer(tiny: Path, tiny_checkpoint: Checkpoint, cache: Path, build: str) -> None:
+    engine: Engine = in_torch(tiny_checkpoint, max_batch_size=8) if build == "torch" else in_openvino(tiny, cache)
+    engine.warm = {1: 0.0, 8: 0.0}
+    lane, alone = engine.lanes[0], engine.classify(engine.golden.pixels[3:6])
+    for garbage in (0, 255):
+        for place in range(8):
+            lane.put(place, np.full((32, 32, 3), garbage, np.uint8))
+        for place in range(3):
+            lane.put(2 + place, engine.golden.pixels[3 + place])
+        found = lane.run(2, 3)  # padded up to 8, from the middle of the lane
+        good, figures = fidelity(found, alone, BOUNDS[engine.precision])
+        assert good, figures
+        np.testing.assert_array_equal(found.argmax(1), alone.argmax(1))
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["own buffer", "pinned slots"])
-def test_the_padding_and_copying_of_a_gpu_give_the_same_answers(tiny: Path, staged: bool) -> None:
-    """The branches for CUDA, on tensors of the CPU: what they compute, though not how a GPU does it."""
-    loaded = checkpoint.load(tiny)
-    engine = Engine(loaded, "cpu", precision="fp32", max_batch_size=8)
-    while engine.warm_next():
-        pass
-    rows = [3, 1, 15, 0, 7, 7, 2, 9, 11, 4, 5]
-    expected = engine.predict(loaded.golden_pixels, rows)
-    engine.on_cuda = True
-    engine._on_device = torch.zeros((8, 32, 32, 3), dtype=torch.uint8)
-    engine._staging = torch.zeros((8, 32, 32, 3), dtype=torch.uint8) if staged else None
-    assert [engine.take(waiting) for waiting in (1, 3, 8, 11)] == [1, 3, 8, 8]
-    torch.testing.assert_close(engine.predict(loaded.golden_pixels, rows), expected)
+def test_a_batch_run_in_parts_has_room_for_the_padding_of_the_last(tiny: Path, tiny_checkpoint: Checkpoint, cache: Path) -> None:
+    for engine in (
+        in_torch(tiny_checkpoint, precision="fp32", max_batch_size=6),
+        in_openvino(tiny, cache, precision="fp32", max_batch_size=6),
+    ):
+        engine.warm = {1: 0.0, 4: 0.0}
+        for place in range(6):
+            engine.lanes[0].put(place, engine.golden.pixels[place])
+        found = np.concatenate([engine.lanes[0].run(0, 4).copy(), engine.lanes[0].run(4, 2)])
+        np.testing.assert_allclose(found, expected(tiny_checkpoint)[:6], rtol=0, atol=1e-5)
+
+
+def test_a_conversion_that_can_not_be_read_is_made_anew(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = conversion.ensure(tiny, tmp_path)
+    model.write_text("<net>")
+    assert in_openvino(tiny, tmp_path, precision="fp32").golden_check()[0]
+    assert "can't be read and is made anew" in caplog.text
+    assert model.stat().st_size > 1000
+
+
+def test_without_a_cache_folder_the_model_is_converted_at_every_start(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert in_openvino(tiny, tmp_path / "file" / "cache", precision="fp32").golden_check()[0]
+    assert "converted again at every start, for the cache folder can't be written (cache_dir)" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_agrees_with_the_golden_samples_from_pinned_slots(default_checkpoint: Path) -> None:
-    loaded = checkpoint.load(default_checkpoint)
-    engine = Engine(loaded, "cuda:0")
-    slots = loaded.golden_pixels.clone()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_agrees_with_the_golden_samples_from_pinned_slots(default_checkpoint: Path, tmp_path: Path, compiled: bool) -> None:
+    engine = TorchEngine(
+        checkpoint.load(default_checkpoint), "cuda:0", precision="auto", max_batch_size=32, compiled=compiled, cache_dir=tmp_path
+    )
+    slots = engine.golden.pixels.copy()
     engine.pin(slots)
-    while engine.warm_next():
-        pass
-    good, figures = fidelity(engine.predict(slots), loaded.golden_probabilities, BOUNDS[engine.precision])
+    warm(engine)
+    assert engine.largest == 32
+    assert sorted(engine._graphs) == list(batch_sizes(32))
+    good, figures = fidelity(engine.classify(slots), engine.golden.probabilities, BOUNDS[engine.precision])
     assert good, figures
     assert engine.transfer == "pinned slots"

@@ -80,7 +80,6 @@ def on_a_loop(test: Callable[[Hall], Awaitable[None]], **options: int) -> None:
             for pipe in (hall.worker_pipe, hall.pipe):
                 os.close(pipe.reader)
                 os.close(pipe.writer)
-            os.close(hall.memory.descriptor)
 
     asyncio.run(main())
     gc.collect()

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from models import checkpoint
-from service.engine import Engine
+from models.export import logits
 from service.routes import Service
 from tests.conftest import COLOURS, EXAMPLES, Server, encode
 
@@ -42,6 +42,13 @@ def error_code(answer: requests.Response) -> tuple[int, str]:
     return answer.status_code, error["code"]
 
 
+def in_process(path: Path, *images: bytes) -> torch.Tensor:
+    """What the checkpoint's model in torch gives for them: float32 [N, C]."""
+    loaded = checkpoint.load(path)
+    pixels = torch.stack([torch.from_numpy(loaded.header.preprocessing.read(image)) for image in images])
+    return logits(loaded.model, loaded.header.preprocessing, pixels).softmax(1)
+
+
 def test_all_body_forms_answer_alike_and_as_the_engine_in_process(tiny_server: Server, tiny: Path) -> None:
     photograph = (EXAMPLES / "cat.jpg").read_bytes()
     encoded = base64.b64encode(photograph).decode()
@@ -53,9 +60,7 @@ def test_all_body_forms_answer_alike_and_as_the_engine_in_process(tiny_server: S
         requests.post(f"{tiny_server.url}/predict", json={"image": encoded}, timeout=60),
         requests.post(f"{tiny_server.url}/predict", json={"image": f"data:image/jpeg;base64,{encoded}"}, timeout=60),
     ]
-    loaded = checkpoint.load(tiny)
-    pixels = torch.from_numpy(loaded.header.preprocessing.read(photograph))[None]
-    expected = Engine(loaded, "cpu", precision="fp32").predict(pixels)[0]
+    expected = in_process(tiny, photograph)[0]
     best = expected.argsort(descending=True)[:5].tolist()
     for form in forms:
         assert [index for index, _ in probabilities(form)] == best
@@ -84,10 +89,8 @@ def test_top_k_is_at_most_all_labels(tiny_server: Server, top_k: int, count: int
 
 
 def test_64_colours_at_once_twenty_times_everyone_gets_their_own(tiny_server: Server, tiny: Path) -> None:
-    loaded = checkpoint.load(tiny)
     images = [encode(colour) for colour in COLOURS]
-    pixels = torch.stack([torch.from_numpy(loaded.header.preprocessing.read(image)) for image in images])
-    expected = Engine(loaded, "cpu", precision="fp32").predict(pixels).numpy()
+    expected = in_process(tiny, *images).numpy()
 
     def ask(index: int) -> int:
         answer = dict(probabilities(tiny_server.post(images[index], params={"top_k": 10})))
@@ -290,10 +293,13 @@ def test_info_tells_model_workers_limits_versions(tiny_server: Server, tiny: Pat
     assert info["model"]["labels"] == 10
     assert info["model"]["preprocessing"] == header.preprocessing.to_dict()
     assert info["limits"]["max_body_mb"] == 1
-    assert set(info["versions"]) == {"spyglass", "litserve", "torch", "torchvision", "pillow"}
+    assert set(info["versions"]) == {"spyglass", "litserve", "openvino", "torch", "torchvision", "pillow"}
     (worker,) = info["workers"]
     assert worker["pid"] in tiny_server.processes
     assert (worker["device"], worker["state"], worker["precision"], worker["transfer"]) == ("cpu", "ready", "fp32", "shared memory")
+    assert (worker["engine"], worker["splits"]) == ("openvino", 0)
+    assert worker["why"].startswith("OpenVINO, ")
+    assert worker["largest_batch"] in (1, 2, 4, 8, 16, 32)
     before = worker["images"]
     tiny_server.post(encode((1, 1, 1)))
     assert tiny_server.get("/info").json()["workers"][0]["images"] == before + 1

@@ -43,19 +43,18 @@ def test_the_real_model_names_the_examples_over_http(start_server: StartServer, 
     assert server.stop() == 0
 
 
-def test_idle_costs_nothing_and_only_workers_import_torch(start_server: StartServer, tiny: Path) -> None:
+def test_idle_costs_nothing_and_on_a_cpu_nobody_imports_torch(start_server: StartServer, tiny: Path) -> None:
     server = start_server(tiny, "--max-batch-size", "4", "--workers-per-device", "2", "--api-servers", "2")
     server.post(encode((1, 2, 3)))
-    workers = {worker["pid"] for worker in server.get("/info").json()["workers"]}
     pids = server.processes
+    assert len(pids) == 5
     shares = []
     for _ in range(3):  # the first may still see the warming of batch sizes
         before, begun = ticks(pids), time.monotonic()
         time.sleep(2)  # idleness is what is measured
         shares.append((ticks(pids) - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begun))
     assert min(shares) < 0.01, shares
-    with_torch = {pid for pid in pids if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
-    assert with_torch == workers
+    assert not [pid for pid in pids if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
 
 
 def test_two_workers_on_the_cpu_both_work_and_agree(start_server: StartServer, tiny: Path) -> None:
@@ -189,16 +188,15 @@ def test_a_host_that_is_none_ends_the_start(start_server: StartServer, tiny: Pat
     assert "can't listen on" in refused(start_server(tiny, *arguments))
 
 
-def test_workers_start_with_the_signals_of_their_parent_blocked(start_server: StartServer, tiny: Path) -> None:
+def test_children_begin_with_the_signals_of_their_parent_blocked(start_server: StartServer, tiny: Path) -> None:
     server = start_server(tiny, until="loading")
     bit = 1 << (signal.SIGINT - 1)
     blocked: dict[int, bool] = {}
     while not server.url and not server.ended:
         for pid in server.processes:
-            with contextlib.suppress(OSError, ValueError):
-                command = Path(f"/proc/{pid}/cmdline").read_text()
-                status = Path(f"/proc/{pid}/status").read_text()
-                if "spawn_main" in command:
+            if pid != server.process.pid:
+                with contextlib.suppress(OSError, ValueError):
+                    status = Path(f"/proc/{pid}/status").read_text()
                     masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn"))]
                     blocked[pid] = blocked.get(pid, True) and any(mask & bit for mask in masks)
     assert blocked

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.settings import Settings, SettingsError, available_cpus, configure_logging, read, unknown_variables
+from service.settings import Settings, SettingsError, configure_logging, read, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +42,10 @@ DEFAULTS: dict[str, Any] = {
     "port": 8000,
     "device": "auto",
     "workers_per_device": 1,
+    "engine": "auto",
     "precision": "auto",
+    "compile": "off",
+    "cache_dir": Path.home() / ".cache" / "spyglass",
     "max_batch_size": 32,
     "batch_wait_ms": 0,
     "slots": "auto",
@@ -66,7 +67,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def test_the_defaults_are_those_of_the_design() -> None:
+def test_the_defaults_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     settings = read([])
     assert {name: getattr(settings, name) for name in DEFAULTS} == DEFAULTS
     assert len(Settings.model_fields) == len(DEFAULTS)
@@ -191,42 +193,6 @@ def test_what_kubernetes_sets_beside_a_service_named_spyglass_is_ignored(monkeyp
     assert unknown_variables() == []
     assert read([]).port == 8000
     assert read(["--port", "9000"]).port == 9000
-
-
-def test_available_cpus_are_those_of_the_affinity() -> None:
-    code = """
-import os
-from service.settings import available_cpus
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-print(available_cpus())
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "1"
-    assert 1 <= available_cpus() <= len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "max 100000\n"}, 64),
-        ({"cpu.max": "250000 100000\n"}, 2),
-        ({"cpu.max": "350000 100000\n"}, 4),
-        ({"cpu.max": "10000 100000\n"}, 1),
-        ({"cpu.max": "9900000 100000\n"}, 64),
-        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 64),
-        ({"cpu.cfs_quota_us": "300000\n", "cpu.cfs_period_us": "100000\n"}, 3),
-        ({}, 64),
-    ],
-)
-def test_available_cpus_are_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int) -> None:
-    def read_text(path: Path) -> str:
-        if path.name in files:
-            return files[path.name]
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    assert available_cpus() == expected
 
 
 @pytest.fixture
