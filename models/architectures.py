@@ -153,6 +153,7 @@ def place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
     """Put a model for inference on a device, in a precision, its convolutions channels_last. Changes the model in place."""
     if dtype == torch.float32:
         # float32 means float32: TF32, cuDNN's default, misses the golden samples' bounds for it.
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch puts `conv` there at run time
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch puts them there at run time
+        torch.backends.cudnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     return model.eval().requires_grad_(False).to(device, dtype).to(memory_format=torch.channels_last)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,7 +107,7 @@ class Preprocessing:
         return rows.to(dtype).view(count, height, width, 3).permute(0, 3, 1, 2)
 
 
-@lru_cache(maxsize=16)  # a copy to the device for every batch would wait there for the batch before
+@cache  # a copy to the device for every batch would wait there for the batch before; and CUDA graphs keep their address
 def _rows(scale: tuple[float, ...], bias: tuple[float, ...], width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 

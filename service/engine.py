@@ -70,6 +70,12 @@ class Engine(ABC):
         """The warm size that a batch of `count` is run as; itself when another lane has just given up those that are large enough."""
         return min((size for size in self.warm if size >= count), default=count)
 
+    def enter_thread(self) -> None:
+        """Called first by each thread that will use a lane."""
+
+    def _drop(self, size: int) -> None:
+        """Let go of what was made for a batch size that is given up."""
+
     @abstractmethod
     def take(self, waiting: int, free: int) -> int:
         """How many of `waiting` images (at least one) the next lane should take, when `free` lanes (with it) would compute at once."""
@@ -104,6 +110,7 @@ class Engine(ABC):
             self.warm[size] = cost
             return True
         del self.warm[size]
+        self._drop(size)
         self.sizes = [other for other in self.sizes if other < size]
         return False
 
@@ -111,6 +118,8 @@ class Engine(ABC):
         """After a batch of `count` ran out of memory: give up its size and larger ones. Returns the largest size that is left."""
         size = self.padded(count)
         self.sizes = [other for other in self.sizes if other < size] or [1]
+        for other in [other for other in self.warm if other >= max(size, 2)]:
+            self._drop(other)
         self.warm = {other: cost for other, cost in self.warm.items() if other < size} or {1: 0.0}
         return self.largest
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service.schemas import ApiError
-from service.slots import STOP, Failure, Memory, ProcessState, SlotState, WakePipe
+from service.slots import DONE, FAILED, FILLING, FREE, STOP, WAITING, Failure, Memory, ProcessState, WakePipe
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -88,7 +88,7 @@ class FrontDoor:
         """
         slot = self.free.popleft() if self.free else await self._wait_for_a_slot(deadline, gone)
         job = self._jobs[slot] = _Job(slot, fill, self._loop.create_future())
-        self.memory.state[slot] = SlotState.FILLING
+        self.memory.state[slot] = FILLING
         self.memory.deadline[slot] = deadline
         self._decoders.submit(self._decode, job)
 
@@ -133,7 +133,7 @@ class FrontDoor:
             raise
 
     def _release(self, slot: int) -> None:
-        self.memory.state[slot] = SlotState.FREE
+        self.memory.state[slot] = FREE
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -166,7 +166,7 @@ class FrontDoor:
         memory.generation[slot] = memory.workers["generation"][worker]
         memory.attempt[slot] = 1
         memory.waiting_since[slot] = time.monotonic()
-        memory.state[slot] = SlotState.WAITING
+        memory.state[slot] = WAITING
         if not self.worker_pipes[worker].send([slot]):
             raise ApiError("worker_failed", "the worker has stopped reading; try again")
 
@@ -174,10 +174,12 @@ class FrontDoor:
         for number in self.pipe.receive():
             if number == STOP:
                 self._on_stop()
-            elif (job := self._jobs.get(number)) and self.memory.state[number] in (SlotState.DONE, SlotState.FAILED):
-                # The row is the truth, a number only wakes.
-                failed = self.memory.state[number] == SlotState.FAILED
-                self._end(job, ApiError(*_FAILURES[Failure(int(self.memory.failure[number]))]) if failed else None)
+            elif job := self._jobs.get(number):
+                state = int(self.memory.state[number])  # the row is the truth, a number only wakes
+                if state == DONE:
+                    self._end(job, None)
+                elif state == FAILED:
+                    self._end(job, ApiError(*_FAILURES[Failure(int(self.memory.failure[number]))]))
 
     def _end(self, job: _Job, error: BaseException | None) -> None:
         """Nobody touches the slot any more: the request, if it still waits, gets its answer."""

@@ -26,7 +26,7 @@ from models.checkpoint import CheckpointError, FidelityError, Header
 from service.conversion import ConversionError
 from service.engine import Engine, Lane, Probabilities
 from service.settings import configure_logging
-from service.slots import STOP, Failure, Memory, ProcessState, SlotState, WakePipe
+from service.slots import DONE, FAILED, STOP, TAKEN, WAITING, Failure, Memory, ProcessState, WakePipe
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Worker:
 
     def _work_or_end(self, lane: Lane) -> None:
         try:
+            self.engine.enter_thread()
             while self.step(lane):
                 pass
         except BaseException:
@@ -175,10 +176,10 @@ class Worker:
         mine = [
             slot
             for slot in self.waiting
-            if memory.state[slot] == SlotState.WAITING and memory.worker[slot] == self.index and memory.generation[slot] == self.generation
+            if memory.state[slot] == WAITING and memory.worker[slot] == self.index and memory.generation[slot] == self.generation
         ]
         late = [slot for slot in mine if memory.deadline[slot] <= now]
-        self._answer(late, SlotState.FAILED, Failure.EXPIRED)
+        self._answer(late, FAILED, Failure.EXPIRED)
         self.waiting = deque(slot for slot in mine if memory.deadline[slot] > now) if late else deque(mine)
         if not self.waiting:
             return
@@ -187,7 +188,7 @@ class Worker:
         wanted = self.engine.take(min(len(batch) + len(self.waiting), self.max_batch_size), free)
         for _ in range(wanted - len(batch)):
             slot = self.waiting.popleft()
-            memory.state[slot] = SlotState.TAKEN
+            memory.state[slot] = TAKEN
             lane.put(len(batch), memory.pixels[slot])
             batch.append(slot)
 
@@ -206,7 +207,7 @@ class Worker:
         self.memory.taken_at[batch] = time.monotonic()
         error: Exception | None = None
         try:
-            found = self._run(lane, len(batch), alone)
+            self.results[batch] = self._run(lane, len(batch), alone)  # out of the lane, before anybody may use that again
         except Exception as caught:
             error, self.doubtful = caught, True
         finally:
@@ -215,15 +216,14 @@ class Worker:
                 self.idle.notify_all()
             os.eventfd_write(self.freed, 1)
         if error is None:
-            self.results[batch] = found
             with self.books:
                 self.row["batches"] += 1
                 self.row["images"] += len(batch)
-            self._answer(batch, SlotState.DONE, Failure.NONE)
+            self._answer(batch, DONE, Failure.NONE)
             self.row["beat"] = time.monotonic()
         else:
             log.error("a batch of %d failed", len(batch), exc_info=error)
-            self._answer(batch, SlotState.FAILED, Failure.INTERNAL)
+            self._answer(batch, FAILED, Failure.INTERNAL)
 
     def _run(self, lane: Lane, count: int, alone: bool) -> Probabilities:
         """Run a lane's images; where they do not fit into the device's memory at once, in parts."""
@@ -254,7 +254,7 @@ class Worker:
             "a batch of %d did not fit into the device's memory: it is split, and from now on none is over %d: %s", size, left, reason
         )
 
-    def _answer(self, slots: list[int], state: SlotState, failure: Failure) -> None:
+    def _answer(self, slots: list[int], state: int, failure: Failure) -> None:
         """Write the outcome, then wake the front doors: each gets the numbers of all its slots in one write."""
         if not slots:
             return

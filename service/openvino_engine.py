@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 MOST_LANES = 16  # one Python process feeds no more than that well; more cores make each lane wider
 _MOST_TOGETHER = 16  # threads for an image alone: its layers are too small for more
 _AROUND_S = 0.0004  # what each batch costs the worker and OpenVINO besides its forward
-_GAIN = 0.97  # a larger batch is worth its latency and memory where each image costs at most this share of the best so far
+_GAIN = (
+    0.97  # a larger batch is worth its latency and memory where each image costs at most this share of what it costs in the next smaller
+)
 _HINTS = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 
 
@@ -47,7 +49,7 @@ class OpenVinoEngine(Engine):
     def _classify_golden(self, precision: str) -> Probabilities:
         if precision != "fp32" and not _computes(precision):
             raise RuntimeError("this CPU has no instructions for it")
-        many = _compile(self._model, precision, threads=self.threads // self.at_once * self.at_once, streams=self.at_once)
+        self._many = many = _compile(self._model, precision, threads=self.threads // self.at_once * self.at_once, streams=self.at_once)
         together = _compile(self._model, precision, threads=min(self.threads, _MOST_TOGETHER), streams=1) if self.threads > 1 else many
         self._together = together.create_infer_request()
         self.lanes = self._lanes = [_OpenVinoLane(self, many.create_infer_request()) for _ in range(self.at_once)]
@@ -83,21 +85,24 @@ class OpenVinoEngine(Engine):
 
     def _prepare(self, size: int) -> float | None:
         self._run_all(size)
-        if not self.warm[1]:
-            self.warm[1] = self._cost(1)
-        cost = self._cost(size)
-        best = min(known / other for other, known in self.warm.items() if other < size)
-        log.debug("a batch of %d takes %.2f ms of one core an image, smaller ones %.2f", size, 1e3 * cost / size, 1e3 * best)
-        return cost if cost / size <= _GAIN * best else None
+        smaller = max(other for other in self.warm if other < size)
+        costs = self._costs(smaller, size)
+        self.warm[smaller] = costs[smaller]
+        each = {other: 1e3 * cost / other for other, cost in costs.items()}
+        log.debug("an image in a batch of %d takes %.2f ms of one core, in one of %d %.2f", size, each[size], smaller, each[smaller])
+        if each[size] <= _GAIN * each[smaller]:
+            return costs[size]
+        self._many.release_memory()  # the most that a batch ever took, which from now on is less
+        return None
 
-    def _cost(self, size: int) -> float:
-        """Seconds of CPU time of a batch in one lane: unlike the time on a clock it is the same on a busy machine."""
-        times = []
-        for _ in range(5):
+    def _costs(self, *sizes: int) -> dict[int, float]:
+        """Size -> seconds of CPU time of a batch in one lane; on a busy machine they stay alike, since the sizes take turns."""
+        costs = dict.fromkeys(sizes, float("inf"))
+        for size in sizes * 5:
             begun = time.process_time()
             self._lanes[0].run(0, size)
-            times.append(time.process_time() - begun)
-        return min(times) + _AROUND_S
+            costs[size] = min(costs[size], time.process_time() - begun + _AROUND_S)
+        return costs
 
 
 class _OpenVinoLane(Lane):

@@ -74,7 +74,7 @@ class Service:
                     if self.inflight > self.inflight_limit:
                         raise ApiError("overloaded", "too many bytes of requests in flight (max_inflight_mb); try again later or slower")
                     if not message.get("more_body", False):
-                        return b"".join(chunks)
+                        return b"".join(chunks) if len(chunks) > 1 else chunk
         except BaseException as error:
             self.inflight -= size
             if isinstance(error, TimeoutError):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+import re
+import threading
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -36,10 +38,13 @@ class TorchEngine(Engine):
         self._pinned = False
         self._compiled = compiled
         self._graphs: dict[int, _Graph] = {}
+        self._takes_graphs = self.on_cuda
+        self.launching = threading.Lock()  # lanes share a graph's input and output: one launches all of its forward before another
         if self.on_cuda:
             torch.cuda.set_device(self.device)
+            torch.backends.cudnn.benchmark = True  # sizes are fixed: each is worth choosing the fastest kernels for
             self.compute, self.copying = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-            self._graph_memory = torch.cuda.graph_pool_handle()
+            self.enter_thread()
         else:
             torch.set_num_threads(threads)
             architectures.keep_memory()
@@ -57,9 +62,11 @@ class TorchEngine(Engine):
 
     def _classify_golden(self, model: torch.nn.Module, precision: str) -> Probabilities:
         self.dtype = architectures.DTYPES[precision]
-        self.model = architectures.place(model, self.device, self.dtype)
+        with self.computing():  # weights must be there before a forward, which no other stream would wait for
+            self.model = architectures.place(model, self.device, self.dtype)
         self._forward = torch.compile(self.model, dynamic=False) if self._compiled else self.model
         self._graphs.clear()
+        self.graph_memory = torch.cuda.graph_pool_handle() if self.on_cuda else None
         self.warm = {1: 0.0}
         self._prepare(1)
         return self.classify(self.golden.pixels)
@@ -67,6 +74,11 @@ class TorchEngine(Engine):
     def computing(self) -> AbstractContextManager[object]:
         """Makes the stream of forwards this thread's current one."""
         return torch.cuda.stream(self.compute) if self.on_cuda else nullcontext()
+
+    def enter_thread(self) -> None:
+        if self.on_cuda:  # both hold for one thread only
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.copying)
 
     def take(self, waiting: int, free: int) -> int:
         # A GPU pads a batch up to the next size, nearly for free; on a CPU a padded image costs as much as a real one.
@@ -80,9 +92,13 @@ class TorchEngine(Engine):
             self._pinned, self.transfer = True, "pinned slots"
         else:
             log.warning("cudaHostRegister answered %s: copies go through a pinned buffer of this worker", code)
+            with suppress(RuntimeError):  # the error stays until somebody has heard it, which must not be the first forward
+                torch.zeros(1, device=self.device)
 
     def out_of_memory(self, error: Exception) -> bool:
-        return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error)
+        # torch's own error, and in words those of CUDA, of cuBLAS and cuDNN, and of torch on a CPU.
+        said = re.search("out of memory|ALLOC_FAILED|not enough memory", str(error))
+        return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or said is not None
 
     @torch.inference_mode()
     def _prepare(self, size: int) -> float:
@@ -91,15 +107,19 @@ class TorchEngine(Engine):
             pixels = torch.zeros((size, crop, crop, 3), dtype=torch.uint8, device=self.device)
             for _ in range(2):  # kernels are chosen, and compiled, before a graph is taken of them
                 self.probabilities(pixels)
-            if self.on_cuda:
+            if self._takes_graphs:
                 self.compute.synchronize()
                 try:
                     self._graphs[size] = _Graph(self, pixels)
                 except RuntimeError as error:  # a model that asks the host while it computes
                     if self.out_of_memory(error):
                         raise
-                    log.warning("no CUDA graph for batches of %d, they run without: %s", size, str(error).splitlines()[0])
+                    self._takes_graphs = False  # a failed recording leaves the graphs' memory unusable for others
+                    log.warning("this model runs without CUDA graphs: %s", str(error).splitlines()[0])
         return 0.0
+
+    def _drop(self, size: int) -> None:
+        self._graphs.pop(size, None)
 
     def probabilities(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 `[N, crop, crop, 3]` on the device -> float32 `[N, C]` on the device."""
@@ -117,7 +137,7 @@ class _Graph:
 
     def __init__(self, engine: TorchEngine, pixels: torch.Tensor) -> None:
         self._pixels, self._graph = pixels, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=engine._graph_memory, stream=engine.compute, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=engine.graph_memory, stream=engine.compute, capture_error_mode="thread_local"):
             self._probabilities = engine.probabilities(pixels)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -133,6 +153,7 @@ class _TorchLane(Lane):
         self._host = torch.zeros((room, crop, crop, 3), dtype=torch.uint8, pin_memory=engine.on_cuda)
         self._pixels: Pixels = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=engine.device) if engine.on_cuda else self._host
+        self._places = list(self._device)
         if engine.on_cuda:
             self._found = torch.empty((room, len(engine.header.labels)), pin_memory=True)
             self._copied, self._done = torch.cuda.Event(), torch.cuda.Event(blocking=True)  # blocking: its waiter sleeps
@@ -146,9 +167,7 @@ class _TorchLane(Lane):
         source = torch.from_numpy(pixels)
         if not engine._pinned:
             source = self._host[place].copy_(source)
-        with torch.cuda.stream(engine.copying):
-            self._device[place].copy_(source, non_blocking=True)
-            self._copied.record(engine.copying)
+        self._places[place].copy_(source, non_blocking=True)  # on this thread's own stream, that of copies
 
     @torch.inference_mode()
     def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
@@ -156,7 +175,8 @@ class _TorchLane(Lane):
         pixels = self._device[first : first + engine.padded(count)]
         if not engine.on_cuda:
             return engine.probabilities(pixels)[:count].numpy()
-        with engine.computing():
+        with engine.launching, engine.computing():
+            self._copied.record(engine.copying)
             engine.compute.wait_event(self._copied)
             self._found[:count].copy_(engine.replay(pixels)[:count], non_blocking=True)
             self._done.record(engine.compute)

@@ -44,7 +44,7 @@ from pathlib import Path
 from service.conversion import ensure
 print(ensure(Path(sys.argv[1]), Path(sys.argv[2])), "torch" in sys.modules)
 """
-    command = [sys.executable, "-c", code, tiny, converted.parent.parent]
+    command = [sys.executable, "-c", code, str(tiny), str(converted.parent.parent)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert ended.stdout == f"{converted} False\n"
     assert converted.stat() == before

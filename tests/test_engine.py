@@ -259,7 +259,8 @@ def test_a_size_that_saves_nothing_is_not_kept_nor_any_above(
     tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, costs: list[int], largest: int
 ) -> None:
     engine = in_openvino(tiny, cache, max_batch_size=16)
-    monkeypatch.setattr(engine, "_cost", dict(zip(batch_sizes(16), costs, strict=True)).__getitem__)
+    table = dict(zip(batch_sizes(16), map(float, costs), strict=True))
+    monkeypatch.setattr(engine, "_costs", lambda *sizes: {size: table[size] for size in sizes})
     assert max(warm(engine).warm) == engine.largest == largest
 
 
