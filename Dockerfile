@@ -23,8 +23,11 @@ COPY models models
 RUN python -m models pull efficientnet_lite0 --out default/efficientnet_lite0.safetensors
 COPY service service
 COPY deploy/healthcheck.py deploy/
-# Readable to all, however the umask left them where they come from.
-RUN python -m compileall -q models service && chmod -R a+rX .
+# The default model in OpenVINO's form, in a cache that any user may add to where it is writable.
+# Everything is readable to all, however the umask left it where it comes from.
+RUN python -c 'from pathlib import Path; from service.conversion import ensure; \
+               ensure(Path("default/efficientnet_lite0.safetensors"), Path("cache"))' && \
+    python -m compileall -q models service && chmod -R a+rX . && chmod 1777 cache
 
 FROM base
 # HOME: any user id may run this, without a home of its own. PyTorch's compiler looks for its folder on import, and where nothing can be
@@ -35,6 +38,7 @@ ENV HOME=/tmp \
     PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    SPYGLASS_CACHE_DIR=/app/cache \
     SPYGLASS_CHECKPOINT=/app/default/efficientnet_lite0.safetensors
 WORKDIR /app
 COPY --from=builder /opt/venv /opt/venv

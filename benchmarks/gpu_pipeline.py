@@ -135,7 +135,8 @@ class Threads(Pipeline):
         self.detach()
 
     def sample(self, size: int, seconds: float) -> Found:
-        assert self._engine is not None
+        engine = self._engine
+        assert engine is not None
         turn, stop, starts = threading.Lock(), threading.Event(), itertools.count(0, size + 1)
         times: list[float] = []
         wrong: list[int] = []
@@ -144,6 +145,7 @@ class Threads(Pipeline):
 
         def work(lane: Lane) -> None:
             try:
+                engine.enter_thread()
                 while not (over(times, time.perf_counter(), since, seconds) or errors or stop.is_set()):
                     with turn:
                         first = next(starts)
@@ -156,7 +158,7 @@ class Threads(Pipeline):
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(lane,), daemon=True) for lane in self._engine.lanes]
+        threads = [threading.Thread(target=work, args=(lane,), daemon=True) for lane in engine.lanes]
         for thread in threads:
             thread.start()
         try:

@@ -148,7 +148,7 @@ def first_rate(server: Server, bench: Bench) -> float:
     with bench.running(server) as live:
         small, _ = bench.scripts(server.body)
         load.drive(live, small, bench.concurrency, max(1, bench.seconds // 4))
-        run = load.drive(live, small, bench.concurrency, max(2, bench.seconds // 3))
+        run = load.drive(live, small, bench.concurrency, max(2, bench.short))
         return (run["requests"] - run["non_2xx"]) / run["seconds"]
 
 
@@ -244,7 +244,7 @@ def run(servers: dict[str, Server], options: argparse.Namespace, bench: Bench) -
     counts = sorted({1, 2, load.cores()})
     pairs = sum(a * b <= 2 * max(counts) for a, b in itertools.product(counts, counts))
     tuned = {server.name for server in servers.values() if server.tuned}
-    minutes += len(tuned) * pairs * (9 + 0.6 * bench.seconds) / 60
+    minutes += len(tuned) * pairs * (9 + 0.75 * bench.seconds) / 60
     minutes += options.rounds * (len(servers) * (12 + 2.9 * bench.seconds) + (6 + 1.5 * bench.seconds) * bool(ours)) / 60
     say(f"this takes about {minutes:.0f} minutes")
     if ours and worker["device"] == "cpu":

@@ -93,7 +93,8 @@ class Worker:
         self.running = 0  # lanes that compute, or wait behind one that does
         self.books = threading.Lock()  # of `running` and of the counts in our row
         self.idle = threading.Condition(self.books)
-        self.freed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # a lane has done with the device
+        self.lanes_wait = len(engine.lanes) > engine.at_once  # with their pixels there, for the device to be free
+        self.freed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # which it is now
         self.poll = select.poll()
         self.poll.register(self.pipe.reader, select.POLLIN)
         self.poll.register(self.freed, select.POLLIN)
@@ -123,13 +124,13 @@ class Worker:
             if not batch:
                 return False
             with self.books:
-                alone = self.running == 0 and len(batch) == 1
+                alone = self.running == 0 and len(batch) == 1 and not self.waiting
                 self.running += 1
         self._classify(lane, batch, alone)
         return True
 
     def _gather(self, lane: Lane) -> list[int]:
-        """Slots whose pixels are in the lane, to be run now. None: stop."""
+        """Slots whose pixels are in the lane, to be run now. None at all: stop."""
         batch: list[int] = []
         self._fetch(0)
         while True:
@@ -148,7 +149,7 @@ class Worker:
             room = self.running < self.engine.at_once
             # The wait is the first image's: it began when that was handed over, not now.
             rest = float(self.memory.waiting_since[batch[0]]) + self.batch_wait_s - time.monotonic()
-            if len(batch) >= min(self.engine.largest, self.max_batch_size) or (room and (rest <= 0 or self.stopping)):
+            if len(batch) >= self.engine.largest or (room and (rest <= 0 or self.stopping)):
                 self.warming_due = self.cold
                 return batch
             self._fetch(rest if room else BEAT_S)
@@ -214,7 +215,8 @@ class Worker:
             with self.idle:
                 self.running -= 1
                 self.idle.notify_all()
-            os.eventfd_write(self.freed, 1)
+            if self.lanes_wait:
+                os.eventfd_write(self.freed, 1)
         if error is None:
             with self.books:
                 self.row["batches"] += 1

@@ -49,7 +49,7 @@ class TorchEngine(Engine):
             torch.set_num_threads(threads)
             architectures.keep_memory()
         if compiled:
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "torch"))
+            _keep_programs(cache_dir / "torch")
             torch._dynamo.config.recompile_limit = 64  # a program for each size is what we want
         self.transfer = "own pinned buffer" if self.on_cuda else "shared memory"
         self.lanes = [_TorchLane(self) for _ in range(2 if self.on_cuda else 1)]
@@ -130,6 +130,16 @@ class TorchEngine(Engine):
         """The same for one of the warm sizes, in one launch where there is a graph of it. The next call overwrites what it returns."""
         graph = self._graphs.get(len(pixels))
         return graph(pixels) if graph else self.probabilities(pixels)
+
+
+def _keep_programs(folder: Path) -> None:
+    """Have torch.compile keep what it makes, which takes minutes, in a folder that lasts."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("the model is compiled again at every start, for the cache folder can't be written (cache_dir): %s", error)
+    else:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 class _Graph:

@@ -97,8 +97,8 @@ def test_the_file_for_hosts_without_a_gpu_takes_the_reservation_from_every_servi
     assert compose("deploy/docker-compose.cpu.yml") == {name: {"deploy": "reset"} for name in SERVICES}
 
 
-def test_every_setting_reaches_the_server_but_where_it_listens() -> None:
-    wanted = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields if name not in ("host", "port")}
+def test_every_setting_reaches_the_server_but_where_it_listens_and_keeps_things() -> None:
+    wanted = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields if name not in ("host", "port", "cache_dir")}
     assert set(SERVICES["spyglass"]["environment"]) == wanted
 
 
@@ -110,6 +110,10 @@ def test_a_stop_has_time_to_drain() -> None:
 def test_mounted_folders_are_in_git_lest_docker_makes_them_as_root(service: dict[str, Any]) -> None:
     for volume in service["volumes"]:
         folder, _, inside = volume.partition(":")
+        if not folder.startswith("."):
+            assert folder == "cache"
+            assert f"SPYGLASS_CACHE_DIR={inside}" in last("ENV").split()
+            continue
         assert inside.removesuffix(":ro") == f"/app/{Path(folder).name}"
         assert (ROOT / folder / ".gitignore").read_text() == "*\n!.gitignore\n"
 
