@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -28,8 +27,7 @@ from models.checkpoint import read_header
 from models.preprocessing import Preprocessing
 from service import conversion
 
-# Importing OpenVINO would report that to its makers, from a process that is forked for it.
-sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+conversion.refuse_telemetry()
 import openvino  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from benchmarks.load import Figures
 
 LIMIT = "in-process limit"
+QUIET_PERCENT = 5  # others' share of the machine up to which a round counts as undisturbed
 # What one round says about one server, by the titles of the table; the limit has a few of them.
 COLUMNS = {
     **{"images_per_s": "images/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms", "alone_p50_ms": "alone p50 ms", "alone_p99_ms": "alone p99 ms"},
