@@ -6,6 +6,7 @@ import logging
 import re
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -137,9 +138,15 @@ class _OpenVinoLane(Lane):
         return found
 
 
+@cache
+def _core() -> openvino.Core:
+    """One for the whole life of the process: with the last goes the stack on which signals are handled, while a thread still uses it."""
+    return openvino.Core()
+
+
 def _read_model(checkpoint: Path, cache_dir: Path) -> openvino.Model:
     """The converted model, out of the cache folder where that can be had. Raises ConversionError."""
-    core = openvino.Core()
+    core = _core()
     try:
         file = conversion.ensure(checkpoint, cache_dir)
         try:
@@ -156,10 +163,10 @@ def _read_model(checkpoint: Path, cache_dir: Path) -> openvino.Model:
 def _compile(model: openvino.Model, precision: str, *, threads: int, streams: int) -> openvino.CompiledModel:
     options = {"INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": streams}
     # Not pinned to cores: decoding, and other processes, want them too.
-    return openvino.Core().compile_model(model, "CPU", options | {"ENABLE_CPU_PINNING": False})
+    return _core().compile_model(model, "CPU", options | {"ENABLE_CPU_PINNING": False})
 
 
 def _computes(precision: str) -> bool:
     """Whether this CPU has instructions for a precision."""
-    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    capabilities = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return {"fp16": "FP16", "bf16": "BF16", "fp32": "FP32"}[precision] in capabilities
