@@ -21,9 +21,14 @@ Pixels = npt.NDArray[np.uint8]
 Probabilities = npt.NDArray[np.float32]
 
 
-def batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... up to `largest`, itself included: the only sizes that an engine ever computes."""
-    return tuple(sorted({1 << power for power in range(largest.bit_length()) if 1 << power <= largest} | {largest}))
+def batch_sizes(largest: int, factor: int = 2) -> tuple[int, ...]:
+    """1, 2, 4, 8, ... up to `largest`, itself included: the only sizes that an engine ever computes. Or by another factor."""
+    sizes = {largest}
+    size = 1
+    while size < largest:
+        sizes.add(size)
+        size *= factor
+    return tuple(sorted(sizes))
 
 
 class Lane(ABC):
@@ -51,15 +56,15 @@ class Engine(ABC):
     lanes: Sequence[Lane]
     at_once: int  # lanes that the device computes at the same time; the others wait with their pixels already there
 
-    def __init__(self, golden: Golden, max_batch_size: int) -> None:
+    def __init__(self, golden: Golden, sizes: Sequence[int]) -> None:
         self.golden, self.header = golden, golden.header
-        self.sizes = list(batch_sizes(max_batch_size))
+        self.sizes = list(sizes)  # from 1 up
         self.warm: dict[int, float] = {1: 0.0}  # size -> what a batch of it costs; zero where that doesn't matter
 
     @property
     def room(self) -> int:
         """Images that a lane needs room for: of a batch that is run in parts, each padded up, the last may reach beyond the largest."""
-        return 1 << (self.sizes[-1] - 1).bit_length()
+        return 2 * self.sizes[-1]
 
     @property
     def largest(self) -> int:
@@ -70,10 +75,13 @@ class Engine(ABC):
         """The warm size that a batch of `count` is run as; itself when another lane has just given up those that are large enough."""
         return min((size for size in self.warm if size >= count), default=count)
 
-    def enter_thread(self) -> None:
+    def enter_thread(self) -> None:  # noqa: B027  # most have nothing to do
         """Called first by each thread that will use a lane."""
 
-    def _drop(self, size: int) -> None:
+    def _all_warm(self) -> None:  # noqa: B027
+        """Let go of what only warming needs."""
+
+    def _drop(self, size: int) -> None:  # noqa: B027
         """Let go of what was made for a batch size that is given up."""
 
     @abstractmethod
@@ -96,6 +104,7 @@ class Engine(ABC):
         """Warm the next cold size, which takes a fraction of a second; all lanes must be idle. False when there is none."""
         size = next((size for size in self.sizes if size not in self.warm), None)
         if size is None:
+            self._all_warm()
             return False
         self.warm[size] = 0.0  # lanes are idle, so nobody takes it for warm yet
         try:
@@ -112,6 +121,7 @@ class Engine(ABC):
         del self.warm[size]
         self._drop(size)
         self.sizes = [other for other in self.sizes if other < size]
+        self._all_warm()
         return False
 
     def lower(self, count: int) -> int:

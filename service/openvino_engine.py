@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 import tempfile
@@ -13,12 +14,15 @@ import numpy as np
 
 from models.checkpoint import choose_precision, read_golden
 from service import conversion
-from service.engine import Engine, Lane, Pixels, Probabilities
+from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
 
 conversion.refuse_telemetry()
 import openvino  # noqa: E402
 
 log = logging.getLogger(__name__)
+
+_libc = ctypes.CDLL(None)
+_M_ARENA_MAX = -8  # of malloc.h
 
 MOST_LANES = 16  # one Python process feeds no more than that well; more cores make each lane wider
 _MOST_TOGETHER = 16  # threads for an image alone: its layers are too small for more
@@ -32,31 +36,50 @@ _HINTS = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 class OpenVinoEngine(Engine):
     """As many lanes as cores, of one thread each: no team of threads ever waits for its slowest. An image alone gets all cores.
 
+    The model is compiled for each batch size, which takes a fraction of a second: one compiled for any size is a tenth slower.
+
     Raises ConversionError where OpenVINO can't take the model.
     """
 
     name = "openvino"
 
     def __init__(self, checkpoint: Path, *, precision: str, max_batch_size: int, threads: int, cache_dir: Path) -> None:
-        super().__init__(read_golden(checkpoint), max_batch_size)
+        # Few sizes, since each has its own copy of the weights.
+        super().__init__(read_golden(checkpoint), batch_sizes(max_batch_size, factor=4))
         self.threads, self.transfer = threads, "shared memory"
         self.at_once = min(threads, MOST_LANES)
-        self._model = _read_model(checkpoint, cache_dir)
+        _libc.mallopt(_M_ARENA_MAX, 1)  # threads by the dozen, each of which would keep memory of its own
+        self._model: openvino.Model | None = _read_model(checkpoint, cache_dir)
         first = precision if precision != "auto" else "bf16" if _computes("bf16") else "fp32"
         self.precision, self.why = choose_precision(self.golden, "OpenVINO on the CPU", first, self._classify_golden)
         self.why = f"OpenVINO, {self.at_once} x {threads // self.at_once} threads: {self.why}"
-        del self._model
 
     def _classify_golden(self, precision: str) -> Probabilities:
         if precision != "fp32" and not _computes(precision):
             raise RuntimeError("this CPU has no instructions for it")
-        self._many = many = _compile(self._model, precision, threads=self.threads // self.at_once * self.at_once, streams=self.at_once)
-        together = _compile(self._model, precision, threads=min(self.threads, _MOST_TOGETHER), streams=1) if self.threads > 1 else many
-        self._together = together.create_infer_request()
-        self.lanes = self._lanes = [_OpenVinoLane(self, many.create_infer_request()) for _ in range(self.at_once)]
+        self._together = self._compile(1, precision, streams=1, threads=min(self.threads, _MOST_TOGETHER)).create_infer_request()
+        self.lanes = self._lanes = [_OpenVinoLane(self) for _ in range(self.at_once)]
         self.warm = {1: 0.0}
-        self._run_all(1)
+        self._add(1, precision)
         return self.classify(self.golden.pixels)
+
+    def _compile(self, size: int, precision: str, *, streams: int, threads: int) -> openvino.CompiledModel:
+        assert self._model is not None
+        model = self._model.clone()
+        model.reshape([size, *model.input(0).partial_shape[1:]])
+        options = {"INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": streams}
+        # Not pinned to cores: decoding, and other processes, want them too.
+        return _core().compile_model(model, "CPU", options | {"ENABLE_CPU_PINNING": False})
+
+    def _add(self, size: int, precision: str) -> None:
+        """Give every lane a batch size, and run it once in all at the same time: the first run takes longer."""
+        many = self._compile(size, precision, streams=self.at_once, threads=self.threads // self.at_once * self.at_once)
+        for lane in self._lanes:
+            lane.requests[size] = many.create_infer_request()
+            self.fill(lane, size)
+            lane.start(size)
+        for lane in self._lanes:
+            lane.requests[size].wait()
 
     def take(self, waiting: int, free: int) -> int:
         # Lanes that would stay idle take their share. Then whatever is cheapest: a padded image costs as much as a real one.
@@ -76,16 +99,8 @@ class OpenVinoEngine(Engine):
     def out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError) or re.search("bad.alloc|to allocate|t allocate", str(error)) is not None
 
-    def _run_all(self, size: int) -> None:
-        """A batch of `size` in every lane at the same time, so that each of OpenVINO's streams has seen the shape."""
-        for lane in self._lanes:
-            self.fill(lane, size)
-            lane.start(size)
-        for lane in self._lanes:
-            lane.request.wait()
-
     def _prepare(self, size: int) -> float | None:
-        self._run_all(size)
+        self._add(size, self.precision)
         smaller = max(other for other in self.warm if other < size)
         costs = self._costs(smaller, size)
         self.warm[smaller] = costs[smaller]
@@ -93,8 +108,15 @@ class OpenVinoEngine(Engine):
         log.debug("an image in a batch of %d takes %.2f ms of one core, in one of %d %.2f", size, each[size], smaller, each[smaller])
         if each[size] <= _GAIN * each[smaller]:
             return costs[size]
-        self._many.release_memory()  # the most that a batch ever took, which from now on is less
         return None
+
+    def _drop(self, size: int) -> None:
+        for lane in self._lanes:
+            del lane.requests[size]
+
+    def _all_warm(self) -> None:
+        self._model = None
+        _libc.malloc_trim(0)  # what sizes took that are not used goes back to the system
 
     def _costs(self, *sizes: int) -> dict[int, float]:
         """Size -> seconds of CPU time of a batch in one lane; on a busy machine they stay alike, since the sizes take turns."""
@@ -111,9 +133,10 @@ class OpenVinoEngine(Engine):
 
 
 class _OpenVinoLane(Lane):
-    def __init__(self, engine: OpenVinoEngine, request: openvino.InferRequest) -> None:
+    def __init__(self, engine: OpenVinoEngine) -> None:
         crop = engine.header.preprocessing.crop
-        self.engine, self.request = engine, request
+        self.engine = engine
+        self.requests: dict[int, openvino.InferRequest] = {}  # by batch size
         self._pixels: Pixels = np.empty((engine.room, crop, crop, 3), np.uint8)
         self._tensors: dict[tuple[int, int], openvino.Tensor] = {}
 
@@ -126,12 +149,15 @@ class _OpenVinoLane(Lane):
         return self._tensors[first, size]
 
     def start(self, size: int) -> None:
-        self.request.set_input_tensor(self._tensor(0, size))
-        self.request.start_async()
+        self.requests[size].set_input_tensor(self._tensor(0, size))
+        self.requests[size].start_async()
 
     def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
-        request = self.engine._together if alone and count == 1 else self.request
-        request.set_input_tensor(self._tensor(first, self.engine.padded(count)))
+        size = min((size for size in list(self.requests) if size >= count), default=0)
+        if not size:
+            raise MemoryError(f"another lane has just given up batches of {count}")
+        request = self.engine._together if alone and size == 1 else self.requests[size]
+        request.set_input_tensor(self._tensor(first, size))
         request.start_async()  # infer() would copy the results
         request.wait()
         found: Probabilities = request.get_output_tensor().data[:count]
@@ -158,12 +184,6 @@ def _read_model(checkpoint: Path, cache_dir: Path) -> openvino.Model:
         log.warning("the model is converted again at every start, for the cache folder can't be written (cache_dir): %s", error)
         with tempfile.TemporaryDirectory() as folder:
             return core.read_model(conversion.ensure(checkpoint, Path(folder)))
-
-
-def _compile(model: openvino.Model, precision: str, *, threads: int, streams: int) -> openvino.CompiledModel:
-    options = {"INFERENCE_PRECISION_HINT": _HINTS[precision], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": streams}
-    # Not pinned to cores: decoding, and other processes, want them too.
-    return _core().compile_model(model, "CPU", options | {"ENABLE_CPU_PINNING": False})
 
 
 def _computes(precision: str) -> bool:

@@ -8,6 +8,7 @@ manager process and queues, workers and front doors share memory and wake each o
 from __future__ import annotations
 
 import asyncio
+import gc
 import glob
 import json
 import logging
@@ -265,6 +266,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         log.info("loading %s on %s", self.settings.checkpoint, ", ".join(self.places))
         # Forked: this process has one thread and has touched neither torch nor a device, so its children begin with all that is imported.
+        # Which their garbage collectors leave alone: looking at it would copy the memory that all of them share.
+        gc.collect()
+        gc.freeze()
         context = multiprocessing.get_context("fork")
         with _signals_blocked():
             for index, device in enumerate(self.places):

@@ -18,7 +18,7 @@ import torch
 
 from models import architectures
 from models.checkpoint import Checkpoint, choose_precision
-from service.engine import Engine, Lane, Pixels, Probabilities
+from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class TorchEngine(Engine):
     def __init__(
         self, checkpoint: Checkpoint, device: str, *, precision: str, max_batch_size: int, compiled: bool, cache_dir: Path, threads: int = 1
     ) -> None:
-        super().__init__(checkpoint.golden, max_batch_size)
+        super().__init__(checkpoint.golden, batch_sizes(max_batch_size))
         self.device = torch.device(device)
         self.on_cuda = self.device.type == "cuda"
         self.at_once = 1

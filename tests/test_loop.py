@@ -367,7 +367,7 @@ class StubEngine(Engine):
     name, precision, why, transfer, at_once = "stub", "fp32", "a test", "none", 1
 
     def __init__(self, golden: Golden, memory: int = 8) -> None:
-        super().__init__(golden, 8)
+        super().__init__(golden, (1, 2, 4, 8))
         self.warm = dict.fromkeys(self.sizes, 0.0)
         self.memory, self.events, self.go_on = memory, queue.Queue[tuple[str, int]](), threading.Semaphore(0)
         self.lanes = [StubLane(self), StubLane(self)]
