@@ -68,8 +68,8 @@ class Preprocessing:
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**values)
 
-    def pixels(self, image: Image.Image) -> npt.NDArray[np.uint8]:
-        """An RGB image of any size -> pixels, uint8 [crop, crop, 3], C-contiguous.
+    def pixels(self, image: Image.Image, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """An RGB image of any size -> pixels, uint8 [crop, crop, 3], C-contiguous: a new array, or `out`.
 
         One resize straight from the crop's box in the image: what torchvision's Resize and CenterCrop give, to the rounding of sizes to
         whole pixels, with no memory or time for what is cut away (a 1 x 60000 image would be 256 x 15 million).
@@ -80,11 +80,14 @@ class Preprocessing:
         box = (left * x, top * y, min((left + self.crop) * x, image.width), min((top + self.crop) * y, image.height))
         # Far larger images are first averaged to three times the size, which no one can see and is quicker.
         small = image.resize((self.crop, self.crop), _FILTERS[self.interpolation], box=box, reducing_gap=3.0)
-        return np.array(small)
+        if out is None:
+            return np.array(small)
+        out[:] = np.asarray(small)
+        return out
 
-    def read(self, data: bytes, *, max_pixels: int = 100_000_000) -> npt.NDArray[np.uint8]:
-        """The bytes of an image file -> pixels, uint8 [crop, crop, 3]. Raises images.ImageError."""
-        return self.pixels(images.decode(data, side=self.resize, max_pixels=max_pixels, background=self.background))
+    def read(self, data: bytes, *, max_pixels: int = 100_000_000, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """The bytes of an image file -> pixels, uint8 [crop, crop, 3]: a new array, or `out`. Raises images.ImageError."""
+        return self.pixels(images.decode(data, side=self.resize, max_pixels=max_pixels, background=self.background), out)
 
     @property
     def affine(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import FastAPI, Request
@@ -91,7 +91,7 @@ class Envelope:
 
 def _request_id(given: bytes) -> str:
     text = given.decode("latin-1")
-    return text if 0 < len(text) <= 128 and text.isascii() and text.isprintable() else uuid.uuid4().hex
+    return text if 0 < len(text) <= 128 and text.isascii() and text.isprintable() else os.urandom(16).hex()
 
 
 def error_response(code: str, message: str, request_id: str, headers: dict[str, str] | None = None) -> JSONResponse:

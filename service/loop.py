@@ -26,7 +26,7 @@ from models.checkpoint import CheckpointError, FidelityError, Header
 from service.conversion import ConversionError
 from service.engine import Engine, Lane, Probabilities
 from service.settings import configure_logging
-from service.slots import DONE, FAILED, STOP, TAKEN, WAITING, Failure, Memory, ProcessState, WakePipe
+from service.slots import DONE, FAILED, FILLING, STOP, TAKEN, WAITING, Failure, Memory, ProcessState, WakePipe
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,7 @@ class Worker:
         self.running = 0  # lanes that compute, or wait behind one that does
         self.books = threading.Lock()  # of `running` and of the counts in our row
         self.idle = threading.Condition(self.books)
-        self.lanes_wait = len(engine.lanes) > engine.at_once  # with their pixels there, for the device to be free
-        self.freed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # which it is now
+        self.freed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # a lane has done with the device
         self.poll = select.poll()
         self.poll.register(self.pipe.reader, select.POLLIN)
         self.poll.register(self.freed, select.POLLIN)
@@ -149,20 +148,29 @@ class Worker:
             room = self.running < self.engine.at_once
             # The wait is the first image's: it began when that was handed over, not now.
             rest = float(self.memory.waiting_since[batch[0]]) + self.batch_wait_s - time.monotonic()
-            if len(batch) >= self.engine.largest or (room and (rest <= 0 or self.stopping)):
+            patience = max(rest, BEAT_S if self._more_are_coming(len(batch)) else 0)
+            if len(batch) >= self.engine.largest or (room and (patience <= 0 or self.stopping)):
                 self.warming_due = self.cold
                 return batch
-            self._fetch(rest if room else BEAT_S)
+            self._fetch(patience if room else BEAT_S)
+
+    def _more_are_coming(self, count: int) -> bool:
+        """Whether images that are being decoded will fill a batch while another lane computes: the cores have enough to do until then."""
+        if not self.running:
+            return False
+        decoding = int(np.count_nonzero(self.memory.state == FILLING)) // self.memory.layout.workers
+        return count + len(self.waiting) + decoding >= self.engine.largest
 
     def _fetch(self, timeout: float) -> None:
         """Move numbers from the pipe to the queue, waiting up to `timeout` seconds for the first, or for the device to be free."""
         if timeout > 0:
             self.poll.poll(timeout * 1000)
             self._note_freed()
+        memory = self.memory
         for number in self.pipe.receive():
             if number == STOP:
                 self.stopping = True
-            else:
+            elif memory.state[number] == WAITING and memory.worker[number] == self.index and memory.generation[number] == self.generation:
                 self.waiting.append(number)
         if not self.running:
             self.row["beat"] = time.monotonic()
@@ -173,22 +181,15 @@ class Worker:
 
     def _fill(self, lane: Lane, batch: list[int]) -> None:
         """Move images from the queue into the lane, as many as the engine wants in one batch; refuse those that nobody waits for."""
-        memory, now = self.memory, time.monotonic()
-        mine = [
-            slot
-            for slot in self.waiting
-            if memory.state[slot] == WAITING and memory.worker[slot] == self.index and memory.generation[slot] == self.generation
-        ]
-        late = [slot for slot in mine if memory.deadline[slot] <= now]
-        self._answer(late, FAILED, Failure.EXPIRED)
-        self.waiting = deque(slot for slot in mine if memory.deadline[slot] > now) if late else deque(mine)
-        if not self.waiting:
-            return
+        memory = self.memory
         # Lanes that are idle too get their share, unless waiting for larger batches is what is wanted.
         free = 1 if self.batch_wait_s else max(1, self.engine.at_once - self.running)
-        wanted = self.engine.take(min(len(batch) + len(self.waiting), self.max_batch_size), free)
-        for _ in range(wanted - len(batch)):
+        wanted = self.engine.take(min(len(batch) + len(self.waiting), self.max_batch_size), free) if self.waiting else 0
+        while self.waiting and len(batch) < wanted:
             slot = self.waiting.popleft()
+            if memory.deadline[slot] <= time.monotonic():
+                self._answer([slot], FAILED, Failure.EXPIRED)
+                continue
             memory.state[slot] = TAKEN
             lane.put(len(batch), memory.pixels[slot])
             batch.append(slot)
@@ -215,7 +216,7 @@ class Worker:
             with self.idle:
                 self.running -= 1
                 self.idle.notify_all()
-            if self.lanes_wait:
+            if len(self.engine.lanes) > 1:
                 os.eventfd_write(self.freed, 1)
         if error is None:
             with self.books:

@@ -84,7 +84,7 @@ class OpenVinoEngine(Engine):
     def take(self, waiting: int, free: int) -> int:
         # Lanes that would stay idle take their share. Then whatever is cheapest: a padded image costs as much as a real one.
         share = -(-waiting // free)
-        return min(self._plan(share), waiting)
+        return self.largest if share >= self.largest else min(self._plan(share), waiting)
 
     def _plan(self, count: int) -> int:
         """The first size of the cheapest way to compute `count` images."""

@@ -146,6 +146,14 @@ def unknown_variables() -> list[str]:
 
 
 class _TextFormatter(logging.Formatter):
+    _second, _text = 0, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._text = second, super().formatTime(record, datefmt)[:-4]
+        return f"{self._text},{int(record.msecs):03d}"
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         # A client chooses paths and ids: their line ends must not begin a line that looks like ours.
         if not record.message.isprintable():
