@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,6 +15,31 @@ HEAD_BYTES = 65_536  # request line and headers, trailers included
 HEAD_S = 30.0  # from the first byte that could come to the last of the headers
 
 
+class _Coalescing:
+    """A transport whose writes of one turn of the event loop go out as one: an answer's head and body would wake the client twice."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._pending: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._transport.write(b"".join(self._pending))
+            self._pending.clear()
+
+
 class Connection(HttpToolsProtocol):
     """A head that is too long or too slow would hold memory and a place for ever: uvicorn limits neither."""
 
@@ -22,7 +48,7 @@ class Connection(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        super().connection_made(transport)
+        super().connection_made(_Coalescing(transport, self.loop))  # type: ignore[arg-type]  # it does all that one does
         self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from service import connection
-from service.connection import Connection
+from service.connection import Connection, _Coalescing
 
 
 async def _hello(scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,3 +121,36 @@ def test_thousands_of_offers_at_once_are_all_passed_over() -> None:
     offer = b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
     last = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     assert talk([offer * 2500 + last]).count(b"hello") == 2501
+
+
+def test_writes_of_one_turn_go_out_as_one_and_none_is_lost_or_late() -> None:
+    class Wire(asyncio.Transport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent: list[bytes] = []
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            self.sent.append(bytes(data))
+
+        def close(self) -> None:
+            self.sent.append(b"closed")
+
+        def is_closing(self) -> bool:
+            return b"closed" in self.sent
+
+    async def main() -> None:
+        wire = Wire()
+        transport = _Coalescing(wire, asyncio.get_running_loop())
+        transport.write(b"head ")
+        transport.write(b"body")
+        assert not transport.is_closing()
+        assert wire.sent == []
+        await asyncio.sleep(0)
+        assert wire.sent == [b"head body"]
+        transport.write(b"last")
+        transport.close()
+        assert transport.is_closing()
+        await asyncio.sleep(0)
+        assert wire.sent == [b"head body", b"last", b"closed"]
+
+    asyncio.run(main())
