@@ -21,7 +21,8 @@ def main(arguments: list[str]) -> int:
         logging.warning("%s in the environment is no setting; python -m service --help lists them", variable)
 
     from models.checkpoint import CheckpointError
-    from service.server import SpyglassServer, StartError
+    from service.machine import StartError
+    from service.server import SpyglassServer
 
     try:
         return SpyglassServer(settings).run()

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import glob
-import json
 import logging
 import multiprocessing
 import os
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -34,9 +30,9 @@ from fastapi_offline import FastAPIOffline
 from models import checkpoint
 from service import routes
 from service.connection import Connection
-from service.cores import available_cpus, share
 from service.frontdoor import FrontDoor
 from service.loop import ClassifierAPI, WorkerOptions, follow_parent, run_worker
+from service.machine import StartError, available_cpus, find_devices, share
 from service.settings import Settings, configure_logging
 from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState, WakePipe
 
@@ -45,54 +41,6 @@ log = logging.getLogger(__name__)
 START_LIMIT_S = 600.0  # a large model on a slow disk takes its time; a worker that hangs must not hang the start for ever
 _BACKLOG = 2048
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
-
-_FIND_GPUS = """
-import json, os, torch
-try:
-    torch.cuda.init()
-    for index in range(torch.cuda.device_count()):
-        torch.zeros(1, device=f"cuda:{index}")
-    answer = {"count": torch.cuda.device_count()}
-except Exception as error:
-    answer = {"count": 0, "reason": str(error).splitlines()[0]}
-answer["torch"] = f"torch {torch.__version__}, CUDA toolkit {torch.version.cuda}"
-answer["visible"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-print(json.dumps(answer))
-"""
-
-
-class StartError(RuntimeError):
-    """The server can't start. The message says why, in one line."""
-
-
-def find_devices(wanted: str) -> list[str]:
-    """The devices to serve on: `auto`, `cpu`, `cuda` or `cuda:0,2` -> ["cpu"] or ["cuda:0", "cuda:2"]. Raises StartError.
-
-    A short-lived child asks torch: the parent must never open a CUDA context, nor pay for torch.
-    """
-    if wanted == "cpu":
-        return ["cpu"]
-    if wanted == "auto" and not any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/nvmap", "/dev/dxg")):
-        log.info("no NVIDIA device on this machine: serving on the CPU")
-        return ["cpu"]
-    asked = subprocess.run([sys.executable, "-c", _FIND_GPUS], capture_output=True, text=True, check=False)
-    try:
-        found = json.loads(asked.stdout)
-    except ValueError:
-        found = {"count": 0, "reason": f"asking torch failed: {asked.stderr.strip()[-300:]}", "torch": "torch", "visible": "all"}
-    count = found["count"]
-    facts = f"{found['torch']}, CUDA_VISIBLE_DEVICES: {found['visible']}"
-    if count == 0:
-        reason = f"no usable GPU: {found.get('reason', 'torch sees none')} ({facts})"
-        if wanted == "auto":
-            log.warning("%s: serving on the CPU", reason)
-            return ["cpu"]
-        raise StartError(f"device: {wanted} is not possible: {reason}")
-    indices = [int(index) for index in wanted.partition(":")[2].split(",") if index] or list(range(count))
-    missing = [index for index in indices if index >= count]
-    if missing:
-        raise StartError(f"device: {wanted} is not possible: there is no cuda:{missing[0]}, the usable ones are 0 to {count - 1} ({facts})")
-    return [f"cuda:{index}" for index in dict.fromkeys(indices)]
 
 
 def _check_certificate(settings: Settings) -> None:

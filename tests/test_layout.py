@@ -35,7 +35,7 @@ ORDER = {
     ],
     "service": [
         "settings",
-        "cores",
+        "machine",
         "schemas",
         "bodies",
         "slots",

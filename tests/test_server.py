@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from models import checkpoint
 from models.export import logits
-from service.server import StartError, find_devices
 from tests.conftest import EXAMPLES, Server, StartServer, encode, make_tiny
 
 
@@ -229,10 +228,3 @@ def test_a_wrong_setting_ends_the_start_with_exit_code_2(tiny: Path, start_serve
     assert server.log == [
         "error: max_batch_size: 'none' is not allowed: Input should be a valid integer, unable to parse string as an integer"
     ]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a usable GPU")
-def test_cuda_without_a_gpu_says_why() -> None:
-    assert find_devices("cpu") == find_devices("auto") == ["cpu"]
-    with pytest.raises(StartError, match=r"device: cuda:1 is not possible: no usable GPU: .+CUDA toolkit .+CUDA_VISIBLE_DEVICES"):
-        find_devices("cuda:1")

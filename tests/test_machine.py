@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from service.cores import Cores, available_cpus, share
+from service.machine import Cores, StartError, available_cpus, find_devices, share
 
 
 def test_available_cpus_are_those_of_the_affinity() -> None:
     code = """
 import os
-from service.cores import available_cpus
+from service.machine import available_cpus
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 print(available_cpus())
 """
@@ -92,3 +93,10 @@ def test_the_shares_of_machines_of_all_sizes(cpus: int, workers: int, expected: 
 
 def test_front_doors_that_were_asked_for_share_the_decode_threads() -> None:
     assert share(16, 1, api_servers=2) == Cores(2, 8, 16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a usable GPU")
+def test_cuda_without_a_gpu_says_why() -> None:
+    assert find_devices("cpu") == find_devices("auto") == ["cpu"]
+    with pytest.raises(StartError, match=r"device: cuda:1 is not possible: no usable GPU: .+CUDA toolkit .+CUDA_VISIBLE_DEVICES"):
+        find_devices("cuda:1")
