@@ -382,16 +382,17 @@ def choose_precision(golden: Golden, engine: str, first: str, classify: Callable
     """
     precision, missed = first, ""
     while True:
+        fault = "misses the golden samples"
         try:
             good, figures = fidelity(classify(precision), golden.probabilities, BOUNDS[precision])
         except RuntimeError as error:  # an operator that this device lacks in this precision
             if precision == "fp32":
                 raise
-            good, figures = False, str(error).splitlines()[0]
+            good, figures, fault = False, str(error).splitlines()[0], "can't be used"
         if good:
             return precision, f"{missed}{precision} reproduces the golden samples: {figures}"
         if precision == "fp32":
             raise FidelityError(f"float32 does not reproduce the golden samples of {golden.header.name} on {engine}: {figures}")
-        log.warning("%s misses the golden samples on %s, falling back to %s: %s", precision, engine, _FALLBACK[precision], figures)
-        missed += f"{precision} missed ({figures}); "
+        log.warning("%s %s on %s, falling back to %s: %s", precision, fault, engine, _FALLBACK[precision], figures)
+        missed += f"{precision} {fault} ({figures}); "
         precision = _FALLBACK[precision]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from models.checkpoint import Header, load, read_header
+
+log = logging.getLogger(__name__)
 
 _FORM = 1  # raised when this file makes another model of the same checkpoint
 
@@ -58,6 +61,7 @@ def ensure(checkpoint: Path, cache_dir: Path, *, afresh: bool = False) -> Path:
         for left in [*cache_dir.glob(".*.part"), *([folder] if afresh else [])]:
             shutil.rmtree(left, ignore_errors=True)
         if not model.exists():
+            log.info("converting %s for OpenVINO, which takes some seconds and is done once", checkpoint)
             with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=cache_dir) as temporary:
                 made = Path(temporary) / "made"
                 _convert_in_a_child(checkpoint, made)

@@ -75,6 +75,14 @@ class Engine(ABC):
         """The warm size that a batch of `count` is run as; itself when another lane has just given up those that are large enough."""
         return min((size for size in self.warm if size >= count), default=count)
 
+    @property
+    def cold_size(self) -> int | None:
+        """The batch size to be warmed next."""
+        return next((size for size in self.sizes if size not in self.warm), None)
+
+    def prepare(self, size: int) -> None:  # noqa: B027
+        """What of warming a size can be done while lanes run, in a thread of its own."""
+
     def enter_thread(self) -> None:  # noqa: B027  # most have nothing to do
         """Called first by each thread that will use a lane."""
 
@@ -101,8 +109,8 @@ class Engine(ABC):
         """Whether `error` says that a batch was too large for the device."""
 
     def warm_next(self) -> bool:
-        """Warm the next cold size, which takes a fraction of a second; all lanes must be idle. False when there is none."""
-        size = next((size for size in self.sizes if size not in self.warm), None)
+        """Warm the next cold size, with all lanes idle. False when it was the last, or not worth having."""
+        size = self.cold_size
         if size is None:
             self._all_warm()
             return False

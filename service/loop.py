@@ -87,7 +87,8 @@ class Worker:
         self.waiting: deque[int] = deque()
         self.stopping = False
         self.cold = True
-        self.warming_due = True
+        self.warming_due = False  # a batch has gone since the last size was warmed
+        self.preparing, self.prepared = 0, False  # the size that is being prepared, and whether it is
         self.doubtful = False  # a batch has failed
         self.turn = threading.Lock()  # of gathering, and of all that stands above
         self.running = 0  # lanes that compute, or wait behind one that does
@@ -135,15 +136,14 @@ class Worker:
         while True:
             if not batch and self.doubtful:
                 self._must_still_work()
-            if not batch and self.cold and (self.warming_due or not self.waiting):
-                self._warm_a_size()  # under steady load the sizes get warm between batches, one at a time
+            if not batch and self.cold and self._warm_a_size():
                 self._fetch(0)
+                continue
             self._fill(lane, batch)
             if not batch:
                 if self.stopping:
                     return batch
-                if not self.cold:
-                    self._fetch(BEAT_S)
+                self._fetch(BEAT_S)
                 continue
             room = self.running < self.engine.at_once
             # The wait is the first image's: it began when that was handed over, not now.
@@ -194,11 +194,27 @@ class Worker:
             lane.put(len(batch), memory.pixels[slot])
             batch.append(slot)
 
-    def _warm_a_size(self) -> None:
+    def _warm_a_size(self) -> bool:
+        """One step towards the next batch size: first what can be done beside forwards; then, while idle or between batches, the rest."""
+        size = self.engine.cold_size
+        if size and self.preparing != size:
+            self.preparing, self.prepared = size, False
+            threading.Thread(target=self._prepare, args=(size,), daemon=True).start()
+        if (size and not self.prepared) or (self.waiting and not self.warming_due):
+            return False
         self._wait_until_idle()
         self.cold, self.warming_due = self.engine.warm_next(), False
         self.row["largest_batch"] = self.engine.largest
         self.row["beat"] = time.monotonic()
+        return True
+
+    def _prepare(self, size: int) -> None:
+        try:
+            self.engine.prepare(size)
+        except Exception:  # it will fail again where it is needed, and be dealt with there
+            log.debug("preparing for batches of %d failed", size, exc_info=True)
+        self.prepared = True
+        os.eventfd_write(self.freed, 1)
 
     def _wait_until_idle(self) -> None:
         """Nobody else gathers meanwhile, so the lanes run empty one after the other."""

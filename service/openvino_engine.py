@@ -48,11 +48,15 @@ class OpenVinoEngine(Engine):
         super().__init__(read_golden(checkpoint), batch_sizes(max_batch_size, factor=4))
         self.threads, self.transfer = threads, "shared memory"
         self.at_once = min(threads, MOST_LANES)
+        self._ready: dict[int, openvino.CompiledModel] = {}  # compiled, and not in any lane yet
         _libc.mallopt(_M_ARENA_MAX, 1)  # threads by the dozen, each of which would keep memory of its own
         self._model: openvino.Model | None = _read_model(checkpoint, cache_dir)
         first = precision if precision != "auto" else "bf16" if _computes("bf16") else "fp32"
         self.precision, self.why = choose_precision(self.golden, "OpenVINO on the CPU", first, self._classify_golden)
-        self.why = f"OpenVINO, {self.at_once} x {threads // self.at_once} threads: {self.why}"
+        lanes = (
+            f"{self.at_once} lane{'s' if self.at_once > 1 else ''} of {(wide := threads // self.at_once)} thread{'s' if wide > 1 else ''}"
+        )
+        self.why = f"OpenVINO, {lanes}: {self.why}"
 
     def _classify_golden(self, precision: str) -> Probabilities:
         if precision != "fp32" and not _computes(precision):
@@ -71,9 +75,15 @@ class OpenVinoEngine(Engine):
         # Not pinned to cores: decoding, and other processes, want them too.
         return _core().compile_model(model, "CPU", options | {"ENABLE_CPU_PINNING": False})
 
+    def prepare(self, size: int) -> None:
+        self._ready = {size: self._compile_lanes(size, self.precision)}
+
+    def _compile_lanes(self, size: int, precision: str) -> openvino.CompiledModel:
+        return self._compile(size, precision, streams=self.at_once, threads=self.threads // self.at_once * self.at_once)
+
     def _add(self, size: int, precision: str) -> None:
         """Give every lane a batch size, and run it once in all at the same time: the first run takes longer."""
-        many = self._compile(size, precision, streams=self.at_once, threads=self.threads // self.at_once * self.at_once)
+        many = self._ready.pop(size, None) or self._compile_lanes(size, precision)
         for lane in self._lanes:
             lane.requests[size] = many.create_infer_request()
             self.fill(lane, size)

@@ -43,8 +43,11 @@ def _port(value: object) -> object:
     return _DEFAULT_PORT if isinstance(value, str) and value.startswith("tcp://") else value
 
 
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spyglass"
+def _expand(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # a user without a home, as containers have them
+        return Path("/nonexistent", *path.parts[1:])
 
 
 class Settings(BaseSettings):
@@ -60,9 +63,13 @@ class Settings(BaseSettings):
     device: Annotated[str, AfterValidator(_device)] = Field("auto", description="auto, cpu, cuda, or some GPUs: cuda:0,2")
     workers_per_device: int = Field(1, ge=1, le=64, description="inference workers, each with its own copy of the model")
     engine: Literal["auto", "torch", "openvino"] = Field("auto", description="auto takes openvino on CPUs and torch on GPUs")
-    precision: Literal["auto", "fp16", "bf16", "fp32"] = Field("auto", description="auto takes the fastest that the golden samples allow")
+    precision: Literal["auto", "fp16", "bf16", "fp32"] = Field(
+        "auto", description="the first to try; the golden samples decide. auto begins with the fastest"
+    )
     compile: Literal["off", "on"] = Field("off", description="on: torch compiles the model, which takes minutes the first time")
-    cache_dir: Path = Field(default_factory=_cache_dir, description="where converted and compiled models are kept")
+    cache_dir: Annotated[Path, AfterValidator(_expand)] = Field(
+        Path("~/.cache/spyglass"), validate_default=True, description="where converted and compiled models are kept"
+    )
     max_batch_size: int = Field(32, ge=1, le=1024, description="images that one forward takes at most")
     batch_wait_ms: float = Field(0, ge=0, le=1000, description="how long a batch that is not full waits, from its first image on")
     slots: Annotated[str, _auto_or_up_to(100_000)] = Field("auto", description="images in flight at most")
@@ -92,6 +99,8 @@ class Settings(BaseSettings):
                 raise ValueError(f"{name}: {file} is not a readable file")
         if self.engine == "openvino" and self.device.startswith("cuda"):
             raise ValueError(f"engine: openvino computes on CPUs only, and device is {self.device}")
+        if self.engine == "openvino" and self.compile == "on":
+            raise ValueError("compile: on is for torch, and engine is openvino")
         if self.max_inflight_mb < self.max_body_mb:
             raise ValueError(f"max_inflight_mb: {self.max_inflight_mb} is less than max_body_mb {self.max_body_mb}")
         if self.api_keys.get_secret_value() and not self.keys:

@@ -109,7 +109,7 @@ def expected_logits(found: Checkpoint) -> Probabilities:
 
 def test_the_default_checkpoint_is_served_in_the_fastest_precision(lite0: Checkpoint, default_checkpoint: Path, cache: Path) -> None:
     fastest = architectures.fastest_precision(torch.device("cpu"))
-    engines = {"torch": in_torch(lite0), "OpenVINO, 2 x 1 threads": in_openvino(default_checkpoint, cache)}
+    engines = {"torch": in_torch(lite0), "OpenVINO, 2 lanes of 1 thread": in_openvino(default_checkpoint, cache)}
     for name, engine in engines.items():
         assert engine.precision == fastest
         assert engine.why.startswith(f"{name}: {fastest} reproduces the golden samples: 0 of 16 labels differ")
@@ -138,7 +138,7 @@ def test_a_precision_that_this_cpu_lacks_is_not_claimed(tiny: Path, cache: Path)
         assert engine.precision == "fp16"
     else:
         assert engine.precision in ("bf16", "fp32")
-        assert "fp16 missed (this CPU has no instructions for it); " in engine.why
+        assert "fp16 can't be used (this CPU has no instructions for it); " in engine.why
 
 
 def test_a_half_precision_that_misses_falls_back_and_says_so(
@@ -149,7 +149,10 @@ def test_a_half_precision_that_misses_falls_back_and_says_so(
     with caplog.at_level(logging.WARNING):
         found = in_torch(tiny_checkpoint, precision="fp16")
     assert found.precision == "fp32"
-    assert [part.split(" (")[0] for part in found.why.split("; ")][:2] == ["torch: fp16 missed", "bf16 missed"]
+    assert [part.split(" (")[0] for part in found.why.split("; ")][:2] == [
+        "torch: fp16 misses the golden samples",
+        "bf16 misses the golden samples",
+    ]
     assert found.why.split("; ")[2].startswith("fp32 reproduces the golden samples")
     assert ["falling back to bf16" in caplog.messages[0], "falling back to fp32" in caplog.messages[1]] == [True, True]
     # And the rounding of the ones that missed has not stayed in the weights.
@@ -160,7 +163,7 @@ def test_openvino_falls_back_to_float32_when_bf16_misses(tiny: Path, cache: Path
     monkeypatch.setitem(BOUNDS, "bf16", Bounds(0.0, 0.0))
     found = in_openvino(tiny, cache, precision="bf16")
     assert found.precision == "fp32"
-    assert "bf16 missed (" in found.why
+    assert "bf16 misses the golden samples (" in found.why
 
 
 class _Loud(torch.nn.Module):
@@ -178,7 +181,7 @@ class _Loud(torch.nn.Module):
 def test_a_model_whose_activations_overflow_float16_is_served_in_a_wider_one(tiny_checkpoint: Checkpoint) -> None:
     found = in_torch(replace(tiny_checkpoint, model=_Loud(tiny_checkpoint.model)), precision="fp16")
     assert found.precision in ("bf16", "fp32")
-    assert found.why.startswith("torch: fp16 missed (")
+    assert found.why.startswith("torch: fp16 misses the golden samples (")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
@@ -205,7 +208,7 @@ def test_an_operator_that_half_precision_lacks_leads_to_the_next(tiny_checkpoint
 
     found = in_torch(replace(tiny_checkpoint, model=Picky(tiny_checkpoint.model)), precision="bf16")
     assert found.precision == "fp32"
-    assert found.why.startswith("torch: bf16 missed (no such kernel); fp32 reproduces")
+    assert found.why.startswith("torch: bf16 can't be used (no such kernel); fp32 reproduces")
 
 
 def test_the_engine_leaves_the_checkpoint_as_it_was(tiny_checkpoint: Checkpoint) -> None:

@@ -95,7 +95,7 @@ def test_it_runs_in_the_precision_of_the_server_and_falls_back_like_it(tiny: Pat
     monkeypatch.setitem(BOUNDS, "bf16", Bounds(0.0, 0.0))
     found = Classifier(loaded, CPU, "bf16")
     assert found.precision == "fp32"
-    assert found.why.startswith("bf16 missed (")
+    assert found.why.startswith("bf16 misses the golden samples (")
     np.testing.assert_allclose(found.predict(loaded.golden_pixels), loaded.golden.probabilities, rtol=0, atol=1e-5)
     monkeypatch.setitem(BOUNDS, "fp32", Bounds(-1.0, 0.0))
     with pytest.raises(FidelityError, match="float32 does not reproduce the golden samples of tiny on cpu"):

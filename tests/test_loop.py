@@ -263,6 +263,14 @@ def test_an_idle_worker_wakes_for_a_number_and_shows_that_it_lives(make_room: Ma
 def test_a_worker_warms_its_sizes_while_idle_and_between_batches_one_at_a_time(
     make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class AtOnce:
+        def __init__(self, target: Callable[[int], None], args: tuple[int], daemon: bool) -> None:
+            self.target, self.args = target, args
+
+        def start(self) -> None:
+            self.target(*self.args)
+
+    monkeypatch.setattr("service.loop.threading.Thread", AtOnce)
     room = make_room()
     engine = room.worker.engine
     engine.warm, room.worker.cold = {1: 0.0}, True
@@ -277,13 +285,29 @@ def test_a_worker_warms_its_sizes_while_idle_and_between_batches_one_at_a_time(
     assert sizes == [8]  # all of them before the first wait
     assert not room.worker.cold
 
-    engine.warm, room.worker.cold, room.worker.warming_due = {1: 0.0}, True, False
+    engine.warm, room.worker.cold, room.worker.warming_due, room.worker.preparing = {1: 0.0}, True, False, 0
     for _ in range(5):
         room.hand_over(*range(10))
         room.step()
         sizes.append(engine.largest)
     assert sizes[1:] == [1, 2, 4, 8, 8]
     assert room.memory.workers[1]["largest_batch"] == 8
+
+
+def test_an_image_does_not_wait_for_a_size_that_is_being_prepared(make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = make_room()
+    engine, may_end = room.worker.engine, threading.Event()
+    engine.warm, room.worker.cold = {1: 0.0}, True
+    monkeypatch.setattr(engine, "prepare", lambda size: may_end.wait(30))
+    for slot in range(3):
+        room.hand_over(slot)
+        room.step()
+        room.assert_right(slot)
+    assert engine.largest == 1
+    may_end.set()
+    while engine.largest < 2:
+        room.hand_over(4)
+        room.step()
 
 
 class Poll:

@@ -30,6 +30,14 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_defau
     assert (settings.max_batch_size, settings.top_k, settings.port) == (8, 3, 8000)
 
 
+def test_a_user_without_a_home_has_a_cache_folder_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert read([]).cache_dir == Path("/nonexistent/.cache/spyglass")
+
+
 def test_an_empty_variable_means_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPYGLASS_PORT", "")  # as a compose file with an unset ${PORT} gives it
     monkeypatch.setenv("SPYGLASS_SSL_CERTFILE", "")
@@ -67,8 +75,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def test_the_defaults_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+def test_the_defaults_are_those_of_the_design() -> None:
     settings = read([])
     assert {name: getattr(settings, name) for name in DEFAULTS} == DEFAULTS
     assert len(Settings.model_fields) == len(DEFAULTS)
