@@ -132,12 +132,12 @@ class OpenVinoEngine(Engine):
         """Size -> seconds of CPU time of a batch in one lane; on a busy machine they stay alike, since the sizes take turns."""
         costs = dict.fromkeys(sizes, float("inf"))
         end = time.monotonic() + _MEASURE_S
-        for turn in range(5):
+        for _ in range(5):
             for size in sizes:
                 begun = time.process_time()
                 self._lanes[0].run(0, size)
                 costs[size] = min(costs[size], time.process_time() - begun + _AROUND_S)
-            if turn and time.monotonic() > end:
+            if time.monotonic() > end:
                 break
         return costs
 
