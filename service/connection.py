@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 from typing import Any
 
 import httptools
@@ -48,13 +49,13 @@ class Connection(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        self._unanswered: deque[asyncio.Future[None]] = deque()  # of pipelined requests there may be several
         super().connection_made(_Coalescing(transport, self.loop))  # type: ignore[arg-type]  # it does all that one does
         self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
-        if self.cycle is not None and not self.cycle.response_complete:
-            gone = self.cycle.scope["state"]["gone"]
+        for gone in self._unanswered:
             if not gone.done():
                 gone.set_result(None)
         super().connection_lost(exc)
@@ -81,10 +82,15 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"]["gone"] = self.loop.create_future()  # done when the client has gone before its answer
+        gone = self.scope["state"]["gone"] = self.loop.create_future()  # done when the client has gone before its answer
+        self._unanswered.append(gone)
         self._fields = 0
         if self._head is None:
             self._begin()
+
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        super().on_response_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += len(name) + len(value)

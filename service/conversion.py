@@ -43,24 +43,30 @@ def folder_of(header: Header, cache_dir: Path) -> Path:
     return cache_dir / f"{header.version}-{hashlib.sha256(made_by.encode()).hexdigest()[:8]}"
 
 
-def ensure(checkpoint: Path, cache_dir: Path, *, afresh: bool = False) -> Path:
-    """The converted model's file: out of `cache_dir`, or else converted into it. `afresh` replaces one that is broken.
+def ensure(checkpoint: Path, cache_dir: Path, *, broken: int = 0) -> Path:
+    """The converted model's file: out of `cache_dir`, or else converted into it. `broken`: the inode of one that is to be replaced.
 
     Safe when several processes ask at once: one converts, the others wait. A conversion that is interrupted leaves nothing that
     counts. Raises ConversionError where OpenVINO can't take the model, CheckpointError, and OSError where `cache_dir` can't be written.
     """
     folder = folder_of(read_header(checkpoint), cache_dir)
     model = folder / "model.xml"
-    if model.exists() and not afresh:
+
+    def usable() -> bool:
+        return model.exists() and model.stat().st_ino != broken
+
+    if usable():
         return model
     cache_dir.mkdir(parents=True, exist_ok=True)
     lock = os.open(cache_dir, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Nobody else converts now: what is there was left by one that was killed.
-        for left in [*cache_dir.glob(".*.part"), *([folder] if afresh else [])]:
+        for left in cache_dir.glob(".*.part"):
             shutil.rmtree(left, ignore_errors=True)
-        if not model.exists():
+        if not usable():  # another process may have converted meanwhile
+            if folder.exists():
+                shutil.rmtree(folder)
             log.info("converting %s for OpenVINO, which takes some seconds and is done once", checkpoint)
             with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=cache_dir) as temporary:
                 made = Path(temporary) / "made"

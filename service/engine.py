@@ -118,10 +118,9 @@ class Engine(ABC):
         try:
             cost = self._prepare(size)
             good = cost is not None and self._reproduces(size)
-        except Exception as error:
-            if not self.out_of_memory(error):
-                raise
-            log.warning("batches of %d do not fit into the memory of this device", size)
+        except Exception as error:  # smaller ones are being served: a device that is broken will show it there
+            fits = "can't be computed" if not self.out_of_memory(error) else "do not fit into the memory of this device"
+            log.warning("batches of %d %s: %s", size, fits, " ".join(str(error).split())[:200])
             good = False
         if good and cost is not None:
             self.warm[size] = cost

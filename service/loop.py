@@ -79,6 +79,7 @@ class Worker:
         self.row = self.memory.workers[index]
         self.generation = int(self.row["generation"])
         self.max_batch_size, self.batch_wait_s = options.max_batch_size, options.batch_wait_s
+        self.most = max(1, self.memory.layout.slots // self.memory.layout.workers)  # images that can come before one is answered
         self.results = self.memory.results[:, : self.memory.layout.classes]
         engine.pin(self.memory.pixels)
         for name in ("name", "precision", "why", "transfer"):
@@ -147,19 +148,21 @@ class Worker:
                 continue
             room = self.running < self.engine.at_once
             # The wait is the first image's: it began when that was handed over, not now.
-            rest = float(self.memory.waiting_since[batch[0]]) + self.batch_wait_s - time.monotonic()
-            patience = max(rest, BEAT_S if self._more_are_coming(len(batch)) else 0)
-            if len(batch) >= self.engine.largest or (room and (patience <= 0 or self.stopping)):
+            rest = float(self.memory.waiting_since[batch[0]]) + max(self.batch_wait_s, self._worth(len(batch))) - time.monotonic()
+            if len(batch) >= min(self.engine.largest, self.most) or (room and (rest <= 0 or self.stopping)):
                 self.warming_due = self.cold
                 return batch
-            self._fetch(patience if room else BEAT_S)
+            self._fetch(rest if room else BEAT_S)
 
-    def _more_are_coming(self, count: int) -> bool:
-        """Whether images that are being decoded will fill a batch while another lane computes: the cores have enough to do until then."""
+    def _worth(self, count: int) -> float:
+        """Seconds that are worth waiting for a full batch: while another lane computes, and images that are being decoded will fill it.
+
+        The cores have enough to do until then. No longer than two such batches take, since decoding may be slower than it looks.
+        """
         if not self.running:
-            return False
+            return 0.0
         decoding = int(np.count_nonzero(self.memory.state == FILLING)) // self.memory.layout.workers
-        return count + len(self.waiting) + decoding >= self.engine.largest
+        return 2 * self.engine.warm[self.engine.largest] if count + len(self.waiting) + decoding >= self.engine.largest else 0.0
 
     def _fetch(self, timeout: float) -> None:
         """Move numbers from the pipe to the queue, waiting up to `timeout` seconds for the first, or for the device to be free."""

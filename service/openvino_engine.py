@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.checkpoint import choose_precision, read_golden
+from models.checkpoint import FidelityError, choose_precision, read_golden
 from service import conversion
 from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
 
@@ -30,6 +30,7 @@ _AROUND_S = 0.0004  # what each batch costs the worker and OpenVINO besides its 
 # A larger batch is worth its latency and memory where an image in it costs at most this share of one in the next smaller.
 _GAIN = 0.97
 _MEASURE_S = 0.1  # for finding that out, while requests may be waiting
+_HEAVY_S = 0.1  # an image that takes longer gains nothing from company, and trying out a batch of such would hold up requests
 _HINTS = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 
 
@@ -52,7 +53,14 @@ class OpenVinoEngine(Engine):
         _libc.mallopt(_M_ARENA_MAX, 1)  # threads by the dozen, each of which would keep memory of its own
         self._model: openvino.Model | None = _read_model(checkpoint, cache_dir)
         first = precision if precision != "auto" else "bf16" if _computes("bf16") else "fp32"
-        self.precision, self.why = choose_precision(self.golden, "OpenVINO on the CPU", first, self._classify_golden)
+        try:
+            self.precision, self.why = choose_precision(self.golden, "OpenVINO on the CPU", first, self._classify_golden)
+        except FidelityError as error:  # of the model, or of what became of its file
+            log.warning("the model is converted anew: %s", error)
+            self._model = _read_model(checkpoint, cache_dir, afresh=True)
+            self.precision, self.why = choose_precision(self.golden, "OpenVINO on the CPU", first, self._classify_golden)
+        if self.warm[1] > _HEAVY_S:
+            self.sizes = [1]
         lanes = (
             f"{self.at_once} lane{'s' if self.at_once > 1 else ''} of {(wide := threads // self.at_once)} thread{'s' if wide > 1 else ''}"
         )
@@ -63,8 +71,8 @@ class OpenVinoEngine(Engine):
             raise RuntimeError("this CPU has no instructions for it")
         self._together = self._compile(1, precision, streams=1, threads=min(self.threads, _MOST_TOGETHER)).create_infer_request()
         self.lanes = self._lanes = [_OpenVinoLane(self) for _ in range(self.at_once)]
-        self.warm = {1: 0.0}
         self._add(1, precision)
+        self.warm = self._costs(1)
         return self.classify(self.golden.pixels)
 
     def _compile(self, size: int, precision: str, *, streams: int, threads: int) -> openvino.CompiledModel:
@@ -164,9 +172,9 @@ class _OpenVinoLane(Lane):
 
     def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
         size = min((size for size in list(self.requests) if size >= count), default=0)
-        if not size:
+        request = self.engine._together if alone and size == 1 else self.requests.get(size)
+        if request is None:
             raise MemoryError(f"another lane has just given up batches of {count}")
-        request = self.engine._together if alone and size == 1 else self.requests[size]
         request.set_input_tensor(self._tensor(first, size))
         request.start_async()  # infer() would copy the results
         request.wait()
@@ -180,20 +188,23 @@ def _core() -> openvino.Core:
     return openvino.Core()
 
 
-def _read_model(checkpoint: Path, cache_dir: Path) -> openvino.Model:
+def _read_model(checkpoint: Path, cache_dir: Path, *, afresh: bool = False) -> openvino.Model:
     """The converted model, out of the cache folder where that can be had. Raises ConversionError."""
-    core = _core()
     try:
         file = conversion.ensure(checkpoint, cache_dir)
+        broken = file.stat().st_ino
         try:
-            return core.read_model(file)
+            if not afresh:
+                return _core().read_model(file)
         except RuntimeError as error:
             log.warning("%s can't be read and is made anew: %s", file, " ".join(str(error).split()))
-            return core.read_model(conversion.ensure(checkpoint, cache_dir, afresh=True))
-    except OSError as error:
-        log.warning("the model is converted again at every start, for the cache folder can't be written (cache_dir): %s", error)
+        return _core().read_model(conversion.ensure(checkpoint, cache_dir, broken=broken))
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, conversion.ConversionError):
+            raise
+        log.warning("the model is converted again at every start, for the cache folder can't be used (cache_dir): %s", error)
         with tempfile.TemporaryDirectory() as folder:
-            return core.read_model(conversion.ensure(checkpoint, Path(folder)))
+            return _core().read_model(conversion.ensure(checkpoint, Path(folder)))
 
 
 def _computes(precision: str) -> bool:

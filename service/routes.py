@@ -133,7 +133,7 @@ def _require_key(
     if not service.keys:
         return
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    given = (request.headers.get("x-api-key") or (credentials.strip() if scheme.lower() == "bearer" else "")).encode()
+    given = (request.headers.get("x-api-key") or (credentials.strip() if scheme.lower() == "bearer" else "")).encode("latin-1")
     # Every key is compared, each in constant time: the answer's delay says nothing about them.
     if not any([hmac.compare_digest(given, key) for key in service.keys]):
         raise ApiError("unauthorized", "send a valid key as `X-API-Key: KEY` or `Authorization: Bearer KEY`")

@@ -196,4 +196,5 @@ def configure_logging(log_format: str, log_level: str) -> None:
         logging.getLogger(name).propagate = True
     for name in ("uvicorn", "uvicorn.error"):  # each start, and each client whose bytes are not HTTP, would be a line
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("PIL").setLevel(logging.INFO)  # at debug a line for each part of each image
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what clients send wrong; we answer that with a 400

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from models.checkpoint import Checkpoint, choose_precision
 from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
 
 log = logging.getLogger(__name__)
+
+_HEAVY_S = 0.5  # a batch that takes a CPU longer is not worth having: images wait long enough behind smaller ones
 
 
 class TorchEngine(Engine):
@@ -101,12 +104,15 @@ class TorchEngine(Engine):
         return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or said is not None
 
     @torch.inference_mode()
-    def _prepare(self, size: int) -> float:
+    def _prepare(self, size: int) -> float | None:
         crop = self.header.preprocessing.crop
         with self.computing():
             pixels = torch.zeros((size, crop, crop, 3), dtype=torch.uint8, device=self.device)
             for _ in range(2):  # kernels are chosen, and compiled, before a graph is taken of them
+                begun = time.monotonic()
                 self.probabilities(pixels)
+            if not self.on_cuda and size > 1 and time.monotonic() - begun > _HEAVY_S:
+                return None
             if self._takes_graphs:
                 self.compute.synchronize()
                 try:

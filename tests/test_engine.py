@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -345,18 +346,49 @@ def test_a_batch_run_in_parts_has_room_for_the_padding_of_the_last(tiny: Path, t
         np.testing.assert_allclose(found, expected(tiny_checkpoint)[:6], rtol=0, atol=1e-5)
 
 
-def test_a_conversion_that_can_not_be_read_is_made_anew(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = conversion.ensure(tiny, tmp_path)
+def spoil_xml(model: Path) -> None:
     model.write_text("<net>")
+
+
+def spoil_weights(model: Path) -> None:
+    weights = bytearray(model.with_suffix(".bin").read_bytes())
+    weights[len(weights) // 2 :] = b"\xff" * (len(weights) - len(weights) // 2)
+    model.with_suffix(".bin").write_bytes(weights)
+
+
+def lose_xml(model: Path) -> None:
+    model.unlink()
+
+
+@pytest.mark.parametrize("spoil", [spoil_xml, spoil_weights, lose_xml])
+def test_a_conversion_that_is_damaged_is_made_anew(tiny: Path, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    model = conversion.ensure(tiny, tmp_path)
+    before = model.with_suffix(".bin").read_bytes()
+    spoil(model)
     assert in_openvino(tiny, tmp_path, precision="fp32").golden_check()[0]
-    assert "can't be read and is made anew" in caplog.text
     assert model.stat().st_size > 1000
+    assert model.with_suffix(".bin").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [model.parent]
+
+
+def test_of_two_that_find_the_same_conversion_broken_one_makes_it_anew(tiny: Path, tmp_path: Path) -> None:
+    broken = conversion.ensure(tiny, tmp_path).stat().st_ino
+    first = conversion.ensure(tiny, tmp_path, broken=broken).stat().st_ino
+    assert first != broken
+    assert conversion.ensure(tiny, tmp_path, broken=broken).stat().st_ino == first
+
+
+def test_a_heavy_model_is_not_tried_in_larger_batches(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.openvino_engine._HEAVY_S", 0.0)
+    engine = in_openvino(tiny, cache)
+    assert engine.cold_size is None
+    assert not engine.warm_next()
 
 
 def test_without_a_cache_folder_the_model_is_converted_at_every_start(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     assert in_openvino(tiny, tmp_path / "file" / "cache", precision="fp32").golden_check()[0]
-    assert "converted again at every start, for the cache folder can't be written (cache_dir)" in caplog.text
+    assert "converted again at every start, for the cache folder can't be used (cache_dir)" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -359,6 +359,14 @@ def test_a_batch_does_not_wait_once_it_is_full_or_the_server_stops_or_the_time_i
         room.assert_right(slot)
 
 
+def test_a_batch_does_not_wait_for_more_images_than_there_are_slots(make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = make_room(batch_wait_s=100.0, max_batch_size=32)  # 32 slots for two workers
+    monkeypatch.setattr(room.worker, "poll", Poll())
+    room.hand_over(*range(16))
+    room.step()
+    assert room.memory.workers[1]["batches"] == 1
+
+
 def test_the_first_image_after_idleness_waits_for_others_too(make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch) -> None:
     room = make_room(batch_wait_s=100.0, max_batch_size=4)
     monkeypatch.setattr(room.worker, "poll", Poll(lambda: room.hand_over(0), lambda: room.hand_over(1, 2), lambda: room.hand_over(3)))
@@ -388,13 +396,13 @@ class StubLane(Lane):
 class StubEngine(Engine):
     """Two lanes, one computes at once, as on a GPU. The test sees every step and says when a forward ends."""
 
-    name, precision, why, transfer, at_once = "stub", "fp32", "a test", "none", 1
+    name, precision, why, transfer = "stub", "fp32", "a test", "none"
 
-    def __init__(self, golden: Golden, memory: int = 8) -> None:
+    def __init__(self, golden: Golden, memory: int = 8, at_once: int = 1) -> None:
         super().__init__(golden, (1, 2, 4, 8))
         self.warm = dict.fromkeys(self.sizes, 0.0)
         self.memory, self.events, self.go_on = memory, queue.Queue[tuple[str, int]](), threading.Semaphore(0)
-        self.lanes = [StubLane(self), StubLane(self)]
+        self.lanes, self.at_once = [StubLane(self), StubLane(self)], at_once
 
     def take(self, waiting: int, free: int) -> int:
         return min(waiting, self.largest)
@@ -455,6 +463,30 @@ def test_what_arrives_while_the_device_computes_becomes_one_forward_with_its_pix
         assert sorted(wait_for_answers(room.doors[0], 8)) == list(range(8))
         values(room, *range(8))
         assert room.memory.workers[1]["batches"] == 2
+
+
+def test_a_lane_waits_for_images_that_are_being_decoded_but_only_beside_another_and_not_for_long(
+    make_room: MakeRoom, tiny: Path
+) -> None:
+    with at_work(make_room, tiny, at_once=2) as (room, engine):
+        engine.warm[8] = 10.0
+        room.memory.state[16:24] = SlotState.FILLING  # eight, of which half may be another worker's
+        room.hand_over(0)
+        assert engine.next(2) == [("put", 0), ("run", 1)]  # the device is idle: it goes at once
+        room.hand_over(1, 2, 3, 4)
+        assert engine.next(4) == [("put", place) for place in range(4)]
+        assert engine.events.empty()  # four more may come
+        room.hand_over(5, 6, 7, 8)
+        assert engine.next(5)[-1] == ("run", 8)
+        engine.go_on.release(2)
+        wait_for_answers(room.doors[0], 9)
+        engine.warm[8] = 0.05
+        room.hand_over(9)
+        assert engine.next(2) == [("put", 0), ("run", 1)]
+        room.hand_over(1, 2, 3, 4)
+        assert engine.next(5)[-1] == ("run", 4)  # whoever is decoded never came
+        engine.go_on.release(2)
+        assert sorted(wait_for_answers(room.doors[0], 5)) == [1, 2, 3, 4, 9]
 
 
 def test_a_full_batch_is_launched_before_the_device_is_free(make_room: MakeRoom, tiny: Path) -> None:

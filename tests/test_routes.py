@@ -321,7 +321,7 @@ def test_openapi_has_exactly_our_paths_and_docs_need_no_foreign_host(tiny_server
 
 @pytest.fixture(scope="module")
 def keyed(tiny: Path) -> Iterator[Server]:
-    server = Server(tiny, "--api-keys", "alpha, beta", "--cors-origins", "https://page.example", "--log-format", "json")
+    server = Server(tiny, "--api-keys", "alpha, beta, Schlüssel", "--cors-origins", "https://page.example", "--log-format", "json")
     yield server
     assert server.stop() == 0
 
@@ -332,7 +332,7 @@ def test_keys_guard_everything_but_health_and_docs(keyed: Server) -> None:
         answer = keyed.post(image, headers=headers)
         assert error_code(answer) == (401, "unauthorized")
         assert keyed.get("/info", headers=headers).status_code == 401
-    for headers in ({"x-api-key": "alpha"}, {"authorization": "Bearer beta"}):
+    for headers in ({"x-api-key": "alpha"}, {"authorization": "Bearer beta"}, {"x-api-key": "Schlüssel".encode()}):
         assert keyed.post(image, headers=headers).status_code == 200
         assert keyed.get("/info", headers=headers).status_code == 200
     for path in ("/livez", "/readyz", "/health", "/docs", "/openapi.json"):
