@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import json
 import logging
@@ -116,3 +117,9 @@ def _cgroups(root: Path) -> list[Path]:
             below = Path(path.lstrip("/"))
             found += [top / part for part in (below, *below.parents)]
     return found
+
+
+def share_heap() -> None:
+    """Have all threads of this process share one heap: glibc would give each its own, and each would keep the most that it ever held."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-8, 1)  # M_ARENA_MAX of malloc.h

@@ -15,14 +15,13 @@ import numpy as np
 from models.checkpoint import FidelityError, choose_precision, read_golden
 from service import conversion
 from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
+from service.machine import share_heap
 
 conversion.refuse_telemetry()
 import openvino  # noqa: E402
 
 log = logging.getLogger(__name__)
 
-_libc = ctypes.CDLL(None)
-_M_ARENA_MAX = -8  # of malloc.h
 
 MOST_LANES = 16  # one Python process feeds no more than that well; more cores make each lane wider
 _MOST_TOGETHER = 16  # threads for an image alone: its layers are too small for more
@@ -50,7 +49,7 @@ class OpenVinoEngine(Engine):
         self.threads, self.transfer = threads, "shared memory"
         self.at_once = min(threads, MOST_LANES)
         self._ready: dict[int, openvino.CompiledModel] = {}  # compiled, and not in any lane yet
-        _libc.mallopt(_M_ARENA_MAX, 1)  # threads by the dozen, each of which would keep memory of its own
+        share_heap()  # of threads by the dozen
         self._model: openvino.Model | None = _read_model(checkpoint, cache_dir)
         first = precision if precision != "auto" else "bf16" if _computes("bf16") else "fp32"
         try:
@@ -134,7 +133,7 @@ class OpenVinoEngine(Engine):
 
     def _all_warm(self) -> None:
         self._model = None
-        _libc.malloc_trim(0)  # what sizes took that are not used goes back to the system
+        ctypes.CDLL(None).malloc_trim(0)  # what sizes took that are not used goes back to the system
 
     def _costs(self, *sizes: int) -> dict[int, float]:
         """Size -> seconds of CPU time of a batch in one lane; on a busy machine they stay alike, since the sizes take turns."""

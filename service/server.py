@@ -32,7 +32,7 @@ from service import routes
 from service.connection import Connection
 from service.frontdoor import FrontDoor
 from service.loop import ClassifierAPI, WorkerOptions, follow_parent, run_worker
-from service.machine import StartError, available_cpus, find_devices, share
+from service.machine import StartError, available_cpus, find_devices, share, share_heap
 from service.settings import Settings, configure_logging
 from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState, WakePipe
 
@@ -242,6 +242,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         follow_parent(parent)
         configure_logging(self.settings.log_format, self.settings.log_level)
         self.memory.doors["pid"][index] = os.getpid()
+        share_heap()
         self.front_door = FrontDoor(self.memory, index, self.worker_pipes, self.door_pipes[index], self.decode_threads)
         self.app.state.service = routes.Service(self.settings, self.header, self.front_door)
         config = uvicorn.Config(

@@ -465,9 +465,7 @@ def test_what_arrives_while_the_device_computes_becomes_one_forward_with_its_pix
         assert room.memory.workers[1]["batches"] == 2
 
 
-def test_a_lane_waits_for_images_that_are_being_decoded_but_only_beside_another_and_not_for_long(
-    make_room: MakeRoom, tiny: Path
-) -> None:
+def test_a_lane_waits_for_images_that_are_being_decoded_but_only_beside_another_and_not_for_long(make_room: MakeRoom, tiny: Path) -> None:
     with at_work(make_room, tiny, at_once=2) as (room, engine):
         engine.warm[8] = 10.0
         room.memory.state[16:24] = SlotState.FILLING  # eight, of which half may be another worker's

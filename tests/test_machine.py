@@ -100,3 +100,32 @@ def test_cuda_without_a_gpu_says_why() -> None:
     assert find_devices("cpu") == find_devices("auto") == ["cpu"]
     with pytest.raises(StartError, match=r"device: cuda:1 is not possible: no usable GPU: .+CUDA toolkit .+CUDA_VISIBLE_DEVICES"):
         find_devices("cuda:1")
+
+
+def test_one_heap_for_all_threads_keeps_less() -> None:
+    """Eight threads that each held much for a moment: with a heap each, what is freed below the top stays with the process."""
+    code = """
+import ctypes, sys, threading
+from service.machine import share_heap
+if sys.argv[1] == "one":
+    share_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+heaps = set()
+def hold():
+    block = libc.malloc(1000)
+    heaps.add(block >> 26)  # a heap that is not the main one is aligned to 64 MB
+    together.wait()
+    libc.free(block)
+together = threading.Barrier(8)
+threads = [threading.Thread(target=hold) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(heaps))
+"""
+    counts = []
+    for how in ("many", "one"):
+        command = [sys.executable, "-c", code, how]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+        counts.append(int(ended.stdout))
+    assert counts[1] == 1 < counts[0]
