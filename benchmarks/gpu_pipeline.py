@@ -25,8 +25,8 @@ from models.checkpoint import Golden
 
 if TYPE_CHECKING:
     from service.engine import Lane
-    from service.loop import Worker
     from service.torch_engine import TorchEngine
+    from service.worker import Worker
 
 WARM_S = 0.15  # of each sample, before anything is counted
 AHEAD = 4  # batches in flight: one computed, one in the other lane, two on their way back or waiting
@@ -199,7 +199,7 @@ class WithWorker(Pipeline):
         self._numbers = itertools.count()
 
     def attach(self, engine: TorchEngine) -> None:
-        from service.loop import Worker, WorkerOptions
+        from service.worker import Worker, WorkerOptions
 
         options = WorkerOptions(
             memory=self.memory,
@@ -300,7 +300,7 @@ class WithWorker(Pipeline):
 def make(golden: Golden, largest: int) -> Threads | WithWorker:
     """The Worker where it can be imported."""
     try:
-        import service.loop  # noqa: F401  # and so LitServe
+        import service.worker  # noqa: F401
     except ImportError:
         return Threads(golden, largest)
     return WithWorker(golden, largest)

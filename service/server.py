@@ -31,10 +31,11 @@ from models import checkpoint
 from service import routes
 from service.connection import Connection
 from service.frontdoor import FrontDoor
-from service.loop import ClassifierAPI, WorkerOptions, follow_parent, run_worker
+from service.loop import ClassifierAPI, follow_parent, run_worker
 from service.machine import StartError, available_cpus, find_devices, share, share_heap
 from service.settings import Settings, configure_logging
 from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState, WakePipe
+from service.worker import WorkerOptions
 
 log = logging.getLogger(__name__)
 

@@ -166,7 +166,7 @@ def test_an_error_in_a_lane_is_the_parts(make_subject: Callable[..., Subject]) -
 
 
 def test_without_litserve_threads_drive_the_lanes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "service.loop", None)  # as if it could not be imported
+    monkeypatch.setitem(sys.modules, "service.worker", None)  # as if it could not be imported
     assert isinstance(gpu_pipeline.make(read_golden(tiny), 1), gpu_pipeline.Threads)
 
 

@@ -43,6 +43,7 @@ ORDER = {
         "engine",
         "openvino_engine",
         "torch_engine",
+        "worker",
         "loop",
         "frontdoor",
         "envelope",
