@@ -1,6 +1,6 @@
 """For benchmarks/gpu.py: an engine's lanes kept busy as the server does it, with answers that are checked.
 
-Where LitServe is installed the real Worker does it, fed by a process that stands in for a front door; else two threads do.
+The real Worker does it, fed by a process that stands in for a front door; two plain threads do where it can't be imported.
 """
 
 from __future__ import annotations
