@@ -27,9 +27,9 @@ MOST_LANES = 16  # one Python process feeds no more than that well; more cores m
 _MOST_TOGETHER = 16  # threads for an image alone: its layers are too small for more
 _AROUND_S = 0.0004  # what each batch costs the worker and OpenVINO besides its forward
 # A larger batch is worth its latency and memory where an image in it costs at most this share of one in the next smaller.
-_GAIN = 0.97
+_GAIN = 0.98
 _MEASURE_S = 0.1  # for finding that out, while requests may be waiting
-_HEAVY_S = 0.1  # an image that takes longer gains nothing from company, and trying out a batch of such would hold up requests
+_LONG_S = 0.3  # a batch that would take longer is not tried: that alone would hold up requests, and hardly ever gains anything
 _HINTS = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 
 
@@ -58,8 +58,7 @@ class OpenVinoEngine(Engine):
             log.warning("the model is converted anew: %s", error)
             self._model = _read_model(checkpoint, cache_dir, afresh=True)
             self.precision, self.why = choose_precision(self.golden, "OpenVINO on the CPU", first, self._classify_golden)
-        if self.warm[1] > _HEAVY_S:
-            self.sizes = [1]
+        self.sizes = [size for size in self.sizes if size == 1 or size * self.warm[1] <= _LONG_S]
         lanes = (
             f"{self.at_once} lane{'s' if self.at_once > 1 else ''} of {(wide := threads // self.at_once)} thread{'s' if wide > 1 else ''}"
         )
@@ -139,12 +138,12 @@ class OpenVinoEngine(Engine):
         """Size -> seconds of CPU time of a batch in one lane; on a busy machine they stay alike, since the sizes take turns."""
         costs = dict.fromkeys(sizes, float("inf"))
         end = time.monotonic() + _MEASURE_S
-        for _ in range(5):
+        for turn in range(5):
             for size in sizes:
                 begun = time.process_time()
                 self._lanes[0].run(0, size)
                 costs[size] = min(costs[size], time.process_time() - begun + _AROUND_S)
-            if time.monotonic() > end:
+            if turn and time.monotonic() > end:
                 break
         return costs
 

@@ -378,10 +378,12 @@ def test_of_two_that_find_the_same_conversion_broken_one_makes_it_anew(tiny: Pat
     assert conversion.ensure(tiny, tmp_path, broken=broken).stat().st_ino == first
 
 
-def test_a_heavy_model_is_not_tried_in_larger_batches(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.openvino_engine._HEAVY_S", 0.0)
-    engine = in_openvino(tiny, cache)
-    assert engine.cold_size is None
+def test_batches_that_would_take_long_are_not_tried(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenVinoEngine, "_costs", lambda _, *sizes: dict.fromkeys(sizes, 0.05))
+    assert in_openvino(tiny, cache, max_batch_size=64).sizes == [1, 4]
+    monkeypatch.setattr(OpenVinoEngine, "_costs", lambda _, *sizes: dict.fromkeys(sizes, 0.5))
+    engine = in_openvino(tiny, cache, max_batch_size=64)
+    assert engine.sizes == [1]
     assert not engine.warm_next()
 
 
