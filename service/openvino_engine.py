@@ -128,7 +128,7 @@ class OpenVinoEngine(Engine):
 
     def _drop(self, size: int) -> None:
         for lane in self._lanes:
-            del lane.requests[size]
+            lane.requests.pop(size, None)
 
     def _all_warm(self) -> None:
         self._model = None
