@@ -300,7 +300,7 @@ class WithWorker(Pipeline):
 def make(golden: Golden, largest: int) -> Threads | WithWorker:
     """The Worker where it can be imported."""
     try:
-        import service.worker  # noqa: F401
+        import service.worker  # noqa: F401  # only to see whether it can be
     except ImportError:
         return Threads(golden, largest)
     return WithWorker(golden, largest)

@@ -28,7 +28,7 @@ from models.preprocessing import Preprocessing
 from service import conversion
 
 conversion.refuse_telemetry()
-import openvino  # noqa: E402
+import openvino  # noqa: E402  # not before telemetry is refused
 
 BATCHES = (1, 2, 4, 8, 16)
 OPENVINO_PRECISION = {"bf16": "bf16", "fp32": "f32"}
@@ -126,7 +126,7 @@ class Limit:
         options = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": streams * threads, "ENABLE_CPU_PINNING": False}
         return core.compile_model(model, "CPU", options | {"INFERENCE_PRECISION_HINT": OPENVINO_PRECISION[precision]})
 
-    @lru_cache(maxsize=1)  # noqa: B019
+    @lru_cache(maxsize=1)  # noqa: B019  # likewise
     def _torch(self, precision: str) -> Any:
         import torch
 

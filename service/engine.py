@@ -80,16 +80,16 @@ class Engine(ABC):
         """The batch size to be warmed next."""
         return next((size for size in self.sizes if size not in self.warm), None)
 
-    def prepare(self, size: int) -> None:  # noqa: B027
+    def prepare(self, size: int) -> None:  # noqa: B027  # most have nothing to do here
         """What of warming a size can be done while lanes run, in a thread of its own."""
 
-    def enter_thread(self) -> None:  # noqa: B027  # most have nothing to do
+    def enter_thread(self) -> None:  # noqa: B027  # likewise
         """Called first by each thread that will use a lane."""
 
-    def _all_warm(self) -> None:  # noqa: B027
+    def _all_warm(self) -> None:  # noqa: B027  # likewise
         """Let go of what only warming needs."""
 
-    def _drop(self, size: int) -> None:  # noqa: B027
+    def _drop(self, size: int) -> None:  # noqa: B027  # likewise
         """Let go of what was made for a batch size that is given up."""
 
     @abstractmethod

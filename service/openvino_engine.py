@@ -18,7 +18,7 @@ from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
 from service.machine import share_heap
 
 conversion.refuse_telemetry()
-import openvino  # noqa: E402
+import openvino  # noqa: E402  # not before telemetry is refused
 
 log = logging.getLogger(__name__)
 

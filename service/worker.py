@@ -116,7 +116,7 @@ class Worker:
         while True:
             if not batch and self.doubtful:
                 self._must_still_work()
-            if not batch and self.cold and self._warm_a_size():
+            if not batch and self.cold and not self.stopping and self._warm_a_size():
                 self._fetch(0)
                 continue
             self._fill(lane, batch)
