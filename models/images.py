@@ -1,6 +1,6 @@
 """Bytes of any image file -> an RGB image as a person would see it, or an ImageError that says what is wrong.
 
-    bytes -> _sniff: which format -> its opener: limits from the header, metadata bombs dropped -> Pillow decodes
+    bytes -> sniff: which format -> its opener: limits from the header, metadata bombs dropped -> Pillow decodes
           -> colour.flatten: tones, embedded colour profile, transparency -> orientation -> RGB
 
 Only what makes the picture reaches Pillow: of JPEG and PNG the metadata is read here and left out, since Pillow would parse all of
@@ -80,7 +80,7 @@ def decode(
             limit = f"the limit is {max_pixels / 1e6:g} megapixels. Send a smaller one."
             raise ImageError("image_too_large", f"The image has {size[0]} x {size[1]} pixels, {limit}")
 
-    name = _sniff(data)
+    name = sniff(data)
     try:
         Image.MAX_IMAGE_PIXELS = None
         image = _OPENERS[name](data, check)
@@ -118,7 +118,7 @@ _FOREIGN: dict[str, tuple[bytes, ...]] = {  # what people send, too, by how it b
 }  # fmt: skip
 
 
-def _sniff(data: bytes) -> str:
+def sniff(data: bytes) -> str:
     """The format that the bytes themselves show; their name and content type don't count."""
     if own := next((name for name, beginnings in _OWN.items() if data.startswith(beginnings)), None):
         return own

@@ -1,100 +1,238 @@
-"""The forms in which a request may carry an image -> the bytes of the image file."""
+"""The forms in which a request may carry images -> the bytes of the image files."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+from urllib.parse import unquote_to_bytes
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from service.schemas import ApiError, PredictRequest
+from models import images
+from service.schemas import MAX_IMAGES, ApiError, BatchRequest, PredictRequest
 
-_MAX_PARTS = 100  # each costs far more than its bytes
-_SPACES = str.maketrans("", "", "\r\n\t")
+_MAX_FIELDS = MAX_IMAGES + 100  # of a form: each costs far more than its bytes
+_MAX_VALUES = 100_000  # of a JSON document, likewise
+_LARGE = 1_000_000
+_parsing = threading.Lock()  # of large bodies: what they become may be ten times their size, and the GIL lets one proceed anyway
+_WHITE = b"\r\n\t"
 # URL-safe base64 written as plain; and a plus sign that somebody's URL decoding turned into a space.
-_ALPHABET = str.maketrans("-_ ", "+/+")
+_ALPHABET = bytes.maketrans(b"-_ ", b"+/+")
+_NAMES = (b"image", b"images", b"image[]", b"images[]")  # fields that hold an image where a form has others, too
+
+Document = TypeVar("Document", bound=BaseModel)
 
 
-def image_bytes(body: bytes, content_type: str) -> bytes:
-    """The one image file in a request body: JSON and multipart are opened, anything else is the file itself.
+def media_type(content_type: str) -> str:
+    """`image/png` of `Image/PNG; charset=utf-8`."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def is_json(content_type: str) -> bool:
+    media = media_type(content_type)
+    return media == "application/json" or media.endswith("+json")
+
+
+def one_image(body: bytes, content_type: str) -> bytes:
+    """The one image file in a request body: JSON and forms are opened, anything else is the file itself.
 
     Raises ApiError bad_request where there is no image, or more than one.
     """
     if not body:
         raise ApiError("bad_request", "the body is empty; send the bytes of an image file")
-    media = content_type.partition(";")[0].strip().lower()
-    if media == "application/json" or media.endswith("+json"):
-        return _from_json(body)
-    if media.startswith("multipart/"):
-        return _from_multipart(body, content_type)
-    return body
+    if is_json(content_type):
+        return decode_base64(read_json(PredictRequest, body, '{"image": "<base64 or data URI>"}').image, "image")
+    with _one_at_a_time(body):
+        fields = _form(body, content_type)
+        if fields is None:
+            return body
+        found = _images_among(fields)
+        if len(found) != 1:
+            raise ApiError("bad_request", f"the form has {len(found)} images; send exactly one, or several to /predict/batch")
+        return found[0].image()
 
 
-def _from_json(body: bytes) -> bytes:
+def many_images(body: bytes, content_type: str) -> list[bytes | ApiError]:
+    """The image files in a form or JSON, in their order; in the place of one whose base64 is broken, what is wrong with it.
+
+    Raises ApiError bad_request where there is none, or more than MAX_IMAGES; and ImageError.
+    """
+    if not body:
+        raise ApiError("bad_request", 'the body is empty; send several files as multipart/form-data, or JSON {"images": [...]}')
+    if is_json(content_type):
+        texts = read_json(BatchRequest, body, '{"images": ["<base64 or data URI>", ...]}').images
+        return [_or_error(partial(decode_base64, text, f"images.{number}")) for number, text in enumerate(texts)]
+    with _one_at_a_time(body):
+        fields = _form(body, content_type)
+        if fields is None:
+            raise ApiError("bad_request", 'send several files as multipart/form-data, or JSON {"images": [...]}; /predict takes one file')
+        found = _images_among(fields)
+        if not 1 <= len(found) <= MAX_IMAGES:
+            raise ApiError("bad_request", f"the form has {len(found)} images; send 1 to {MAX_IMAGES}")
+        return [_or_error(one.image) if one.is_file else _checked(one.image()) for one in found]
+
+
+def read_json(kind: type[Document], body: bytes | memoryview, example: str, most: int = _MAX_VALUES) -> Document:
+    """A JSON body of one kind. Raises ApiError bad_request naming the field, and where it has over `most` values."""
+    body = bytes(body)
+    with _one_at_a_time(body):
+        if sum(map(body.count, (b",", b"[", b"{"))) > most:
+            raise ApiError("bad_request", f"the JSON has over {most} values; send {example}")
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the body"
+            raise ApiError("bad_request", f"{where}: {first['msg']}; send {example}") from None
+
+
+def _one_at_a_time(body: bytes) -> AbstractContextManager[object]:
+    return _parsing if len(body) > _LARGE else nullcontext()
+
+
+def decode_base64(text: str | bytes, name: str) -> bytes:
+    """Base64 as clients really send it: as a data URI, percent-encoded, wrapped, URL-safe, unpadded.
+
+    Raises ApiError bad_request naming the field `name`.
+    """
+    data = text.encode(errors="replace") if isinstance(text, str) else text
+    data = data.strip()
+    if b"%" in data:
+        data = _unquote(data).strip()
+    if data[:5].lower() == b"data:":
+        prefix, comma, data = data.partition(b",")
+        if not comma or not prefix.rstrip().lower().endswith(b";base64"):
+            raise ApiError("bad_request", f"{name}: a data URI must have the form data:image/jpeg;base64,...")
+    data = data.strip().translate(_ALPHABET, _WHITE).rstrip(b"=")
     try:
-        text = PredictRequest.model_validate_json(body).image
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise ApiError("bad_request", f'{where}: {first["msg"]}; send {{"image": "<base64 or data URI>"}}') from None
-    return decode_base64(text)
-
-
-def decode_base64(text: str) -> bytes:
-    """Base64 as clients really send it: as a data URI, wrapped, URL-safe, unpadded. Raises ApiError bad_request."""
-    text = text.strip()
-    if text[:5].lower() == "data:":
-        prefix, comma, text = text.partition(",")
-        if not comma or not prefix.lower().endswith(";base64"):
-            raise ApiError("bad_request", "image: a data URI must have the form data:image/jpeg;base64,...")
-    text = text.strip().translate(_SPACES).translate(_ALPHABET).rstrip("=")
-    try:
-        data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+        data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ApiError("bad_request", f"image: not valid base64 ({error})") from None
+        raise ApiError("bad_request", f"{name}: not valid base64 ({error})") from None
     if not data:
-        raise ApiError("bad_request", "image: empty; send the bytes of an image file in base64")
+        raise ApiError("bad_request", f"{name}: empty; send the bytes of an image file in base64")
     return data
 
 
-class _Part:
-    def __init__(self) -> None:
-        self.headers: dict[bytes, bytes] = {}
-        self.name = self.value = b""
-        self.content = bytearray()
-
-    @property
-    def is_file(self) -> bool:
-        return b"filename" in parse_options_header(self.headers.get(b"content-disposition", b""))[1]
+def _or_error(image: Callable[[], bytes]) -> bytes | ApiError:
+    try:
+        return image()
+    except ApiError as error:
+        return error
 
 
-def _from_multipart(body: bytes, content_type: str) -> bytes:
+def _unquote(data: bytes) -> bytes:
+    """Undo percent-encoding. In pieces: a body of nothing but escapes would become as many objects as it has bytes."""
+    pieces, start = [], 0
+    while start < len(data):
+        end = start + 65536
+        end -= next((back for back in (1, 2) if data[end - back : end - back + 1] == b"%"), 0)  # no escape is cut in two
+        pieces.append(unquote_to_bytes(data[start:end]))
+        start = end
+    return b"".join(pieces)
+
+
+@dataclass
+class _Field:
+    """A field of a form: a file, or a value that may be one in base64."""
+
+    name: bytes = b""
+    content: bytearray | bytes = field(default_factory=bytearray)
+    is_file: bool = False
+    encoding: bytes = b""  # its content-transfer-encoding: some mail-like clients send base64 so
+
+    def image(self) -> bytes:
+        """The image file. Raises ApiError bad_request where there is none."""
+        name = self.name.decode(errors="replace")[:100] or "the file"
+        if not self.content:
+            raise ApiError("bad_request", f"{name}: the file is empty")
+        content = bytes(self.content)
+        if self.encoding == b"base64" or not (self.is_file or begins_like_an_image(content)):
+            return decode_base64(content, name)
+        return content
+
+
+def _checked(image: bytes) -> bytes:
+    """A form whose plain fields are no images was not meant as one: the whole of it is refused. Raises ImageError."""
+    images.sniff(image)
+    return image
+
+
+def begins_like_an_image(data: bytes) -> bool:
+    """Whether it is an image by its first bytes, of a format that is decoded here or not."""
+    try:
+        images.sniff(data)
+    except images.ImageError as error:
+        return error.code != "not_an_image"
+    return True
+
+
+def _images_among(fields: list[_Field]) -> list[_Field]:
+    """Those that hold images: the files; else the fields with the right names; else a lone field, whatever its name."""
+    files = [one for one in fields if one.is_file]
+    named = [one for one in fields if one.name.lower() in _NAMES]
+    return files or named or (fields if len(fields) == 1 else [])
+
+
+def _form(body: bytes, content_type: str) -> list[_Field] | None:
+    """The fields of a form in their order; None where the body is none, but a file: `curl --data-binary` calls everything a form."""
+    media = media_type(content_type)
+    if media.startswith("multipart/"):
+        return _multipart(body, content_type)
+    if media == "application/x-www-form-urlencoded" and not begins_like_an_image(body):
+        return _urlencoded(body)
+    return None
+
+
+def _urlencoded(body: bytes) -> list[_Field] | None:
+    if b"=" not in body:
+        return None  # no form at all, so whatever it is, the decoder will say what is wrong with it
+    if body.count(b"&") >= _MAX_FIELDS:
+        raise ApiError("bad_request", f"the form has over {_MAX_FIELDS} fields; send images only")
+    pairs = (pair.partition(b"=") for pair in body.split(b"&") if pair)
+    return [_Field(_unquote(name.replace(b"+", b" ")), _unquote(value.replace(b"+", b" "))) for name, _, value in pairs]
+
+
+def _multipart(body: bytes, content_type: str) -> list[_Field]:
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     if not boundary:
         raise ApiError("bad_request", "the multipart content type names no boundary; let the HTTP client set this header")
-    parts: list[_Part] = []
-    ended = False
+    fields: list[_Field] = []
+    name, value, ended = b"", b"", False
 
     def begin() -> None:
-        if len(parts) == _MAX_PARTS:
-            raise ApiError("bad_request", f"the multipart body has over {_MAX_PARTS} parts; send one file")
-        parts.append(_Part())
+        if len(fields) == _MAX_FIELDS:
+            raise ApiError("bad_request", f"the form has over {_MAX_FIELDS} fields; send images only")
+        fields.append(_Field())
 
-    def name(data: bytes, start: int, end: int) -> None:
-        parts[-1].name += data[start:end]
+    def header_name(data: bytes, start: int, end: int) -> None:
+        nonlocal name
+        name += data[start:end]
 
-    def value(data: bytes, start: int, end: int) -> None:
-        parts[-1].value += data[start:end]
+    def header_value(data: bytes, start: int, end: int) -> None:
+        nonlocal value
+        value += data[start:end]
 
     def header_end() -> None:
-        part = parts[-1]
-        part.headers[part.name.lower()] = part.value
-        part.name = part.value = b""
+        nonlocal name, value
+        if name.lower() == b"content-disposition":
+            options = parse_options_header(value)[1]
+            fields[-1].name, fields[-1].is_file = options.get(b"name", b""), b"filename" in options
+        elif name.lower() == b"content-transfer-encoding":
+            fields[-1].encoding = value.strip().lower()
+        name = value = b""
 
     def content(data: bytes, start: int, end: int) -> None:
-        parts[-1].content += data[start:end]
+        part = fields[-1].content
+        assert isinstance(part, bytearray)
+        part += memoryview(data)[start:end]
 
     def finish() -> None:
         nonlocal ended
@@ -105,8 +243,8 @@ def _from_multipart(body: bytes, content_type: str) -> bytes:
             boundary,
             {
                 "on_part_begin": begin,
-                "on_header_field": name,
-                "on_header_value": value,
+                "on_header_field": header_name,
+                "on_header_value": header_value,
                 "on_header_end": header_end,
                 "on_part_data": content,
                 "on_end": finish,
@@ -117,9 +255,4 @@ def _from_multipart(body: bytes, content_type: str) -> bytes:
         raise ApiError("bad_request", f"the multipart body is malformed ({error})") from None
     if not ended:
         raise ApiError("bad_request", "the multipart body ends before its last boundary; it was cut off or the boundary is wrong")
-    files = [part for part in parts if part.is_file] or parts  # a lone plain field holds an image too: curl -F 'image=<cat.jpg'
-    if len(files) != 1:
-        raise ApiError("bad_request", f"the multipart body has {len(files)} files; send exactly one")
-    if not files[0].content:
-        raise ApiError("bad_request", "the file in the multipart body is empty")
-    return bytes(files[0].content)
+    return fields

@@ -106,6 +106,8 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            if not self.pipeline:
+                self.flow.resume_reading()  # uvicorn stays paused after a large last chunk, and would not see the client leave
 
     def _declined(self) -> bytes:
         """The head of a request that offers another protocol (`curl --http2` and some HTTP libraries do), without the offer.

@@ -11,16 +11,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.images import ImageError
 from service.frontdoor import ClientGone
-from service.schemas import ApiError, error_body
+from service.schemas import ApiError, ProtocolError, error_body
 
 log = logging.getLogger("service.access")
 
-_PROBES = ("/livez", "/readyz", "/health")
+_PROBES = ("/livez", "/readyz", "/health", "/ping", "/v2/health/live", "/v2/health/ready")
 
 _DISCARD_BYTES, _DISCARD_S = 64_000_000, 2.0  # of a body that nobody wants, before the answer
 _RETRY_AFTER_S = 1
@@ -80,9 +82,7 @@ class Envelope:
         except Exception:
             log.exception("unexpected error, request %s", request_id)
             if not status:
-                await error_response("internal", "something went wrong here; the server's log says what", request_id)(
-                    scope, receive, send_noting
-                )
+                await _internal(scope)(scope, receive, send_noting)
         finally:
             # Probes come every few seconds, each the same as the last.
             level = logging.DEBUG if status == 200 and scope["path"] in _PROBES else logging.INFO
@@ -94,34 +94,41 @@ def _request_id(given: bytes) -> str:
     return text if 0 < len(text) <= 128 and text.isascii() and text.isprintable() else os.urandom(16).hex()
 
 
-def error_response(code: str, message: str, request_id: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    error = ApiError(code, message)
+def _error_response(scope: Scope, code: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """In the form that clients of this path read."""
+    error, request_id = ApiError(code, message), scope["state"]["request_id"]
+    body: BaseModel = error_body(code, message, request_id)
+    if scope["path"] == "/v2" or scope["path"].startswith("/v2/"):
+        body = ProtocolError(error=message, code=code, request_id=request_id)
     headers = dict(headers or {})
     if error.status == 503:
         headers["retry-after"] = str(_RETRY_AFTER_S)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_body(code, message, request_id).model_dump(), error.status, headers)
+    return JSONResponse(body.model_dump(), error.status, headers)
+
+
+def _internal(scope: Scope) -> Response:
+    return _error_response(scope, "internal", "something went wrong here; the server's log says what")
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
     """The one place where exceptions become HTTP."""
-    request_id = request.scope["state"]["request_id"]
-    if isinstance(error, ApiError):
-        return error_response(error.code, error.message, request_id)
-    if isinstance(error, ImageError):
-        return error_response(error.code, str(error), request_id)
+    scope = request.scope
+    if isinstance(error, (ApiError, ImageError)):
+        return _error_response(scope, error.code, str(error))
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        return error_response("bad_request", f"{first['loc'][-1]}: {first['msg']}, not {first.get('input')!r}", request_id)
+        return _error_response(scope, "bad_request", f"{first['loc'][-1]}: {first['msg']}, not {first.get('input')!r}")
     assert isinstance(error, HTTPException)
     path = f"{request.method} {request.url.path}"
     if error.status_code == 404:
-        return error_response("not_found", f"{path}: no such route; /docs lists them", request_id)
+        return _error_response(scope, "not_found", f"{path}: no such route; /docs lists them")
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return error_response("method_not_allowed", f"{path}: allowed is {allowed}", request_id, {"allow": allowed})
-    return error_response("bad_request", str(error.detail), request_id)
+        routes = (route for route in request.app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE)
+        allowed = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+        return _error_response(scope, "method_not_allowed", f"{path}: allowed is {allowed}", {"allow": allowed})
+    return _error_response(scope, "bad_request", str(error.detail))
 
 
 _ANSWERED = (ApiError, ImageError, RequestValidationError, HTTPException)
@@ -135,6 +142,7 @@ class Direct:
         self.app, self.endpoints = app, endpoints
         for kind in _ANSWERED:
             app.add_exception_handler(kind, _answer_error)
+        app.add_exception_handler(Exception, lambda request, error: _internal(request.scope))  # and it comes on to the envelope's log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self.endpoints.get((scope["method"], scope["path"])) if scope["type"] == "http" else None

@@ -12,19 +12,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from models.images import ImageError
 from service.schemas import ApiError
 from service.slots import DONE, FAILED, FILLING, FREE, STOP, WAITING, Failure, Memory, ProcessState, WakePipe
 
 Pixels = npt.NDArray[np.uint8]
+Fill = Callable[[Pixels], None]  # writes an image's pixels, uint8 [crop, crop, 3]
+Refusal = ApiError | ImageError  # what became of an image instead of an answer
+T = TypeVar("T")
 
 _FAILURES = {
     Failure.INTERNAL: ("internal", "the model failed on this batch; the server's log says why"),
@@ -54,9 +58,9 @@ _GivenUp = Callable[[], Exception]  # makes the error: the error itself would ho
 
 
 class _Job:
-    def __init__(self, slot: int, fill: Callable[[Pixels], None], outcome: asyncio.Future[Answer | _GivenUp]) -> None:
+    def __init__(self, slot: int, fill: Fill, outcome: asyncio.Future[Answer | _GivenUp]) -> None:
         self.slot, self.outcome = slot, outcome  # the outcome is there before the end when the request gave up
-        self.fill: Callable[[Pixels], None] | None = fill
+        self.fill: Fill | None = fill
         self.begun = time.monotonic()
         self.decode_s = 0.0
 
@@ -70,6 +74,9 @@ class FrontDoor:
         self._waiters: deque[asyncio.Future[int]] = deque()
         self._jobs: dict[int, _Job] = {}  # by slot
         self._decoders = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode")
+        # Requests of many images: none takes more than a quarter of the slots at once, nor all together those that single images need.
+        self._window = max(1, len(self.free) // 4)
+        self._many = asyncio.Semaphore(max(1, 3 * len(self.free) // 4))
 
     def start(self, on_stop: Callable[[], None]) -> None:
         """Begin to listen to workers, and to the parent, whose word to stop calls `on_stop`."""
@@ -80,12 +87,51 @@ class FrontDoor:
         self._loop.remove_reader(self.pipe.reader)
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
-    async def classify(self, fill: Callable[[Pixels], None], deadline: float, gone: asyncio.Future[Any]) -> Answer:
+    async def run(self, work: Callable[[], T], deadline: float, gone: asyncio.Future[Any]) -> T:
+        """`work` in a decode thread, unless it is too late for it. Raises what it raises, ApiError deadline_exceeded and ClientGone."""
+
+        def in_time() -> T:
+            if gone.done():
+                raise ClientGone
+            if time.monotonic() >= deadline:
+                raise _LATE()
+            return work()
+
+        return await self._loop.run_in_executor(self._decoders, in_time)
+
+    async def classify_many(
+        self, fills: Sequence[Fill | Refusal], deadline: float, gone: asyncio.Future[Any], then: Callable[[Answer], T]
+    ) -> list[T | Refusal]:
+        """Classify images piecewise: `then` of each answer, or why there is none, in their order. Raises ClientGone."""
+        found: dict[int, T | Refusal] = {}
+        remaining = iter(enumerate(fills))
+
+        async def work() -> None:
+            for number, fill in remaining:
+                try:
+                    if isinstance(fill, Exception):
+                        raise fill
+                    async with self._many:
+                        found[number] = then(await self.classify(fill, deadline, gone))
+                except (ApiError, ImageError) as refusal:
+                    found[number] = refusal
+
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(self._window, len(fills)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [found[number] for number in range(len(fills))]
+
+    async def classify(self, fill: Fill, deadline: float, gone: asyncio.Future[Any]) -> Answer:
         """Decode an image with `fill`, which writes uint8 `[crop, crop, 3]`, and classify it.
 
         Gives up at `deadline` (monotonic seconds) or when `gone` is done. Raises what `fill` raises, ClientGone, and ApiError:
         overloaded when no slot frees in time, deadline_exceeded, worker_failed, internal.
         """
+        if deadline <= time.monotonic():
+            raise _LATE()
         # The last that was freed: the fewest are ever touched, and its pixels may still lie in a cache.
         slot = self.free.pop() if self.free else await self._wait_for_a_slot(deadline, gone)
         job = self._jobs[slot] = _Job(slot, fill, self._loop.create_future())

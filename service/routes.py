@@ -2,231 +2,117 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import time
+from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
-from typing import Annotated, Any
 
-import numpy as np
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
-from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import Field, TypeAdapter, ValidationError
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
-from models.checkpoint import Header
-from models.images import ImageError
-from service import envelope
-from service.bodies import image_bytes
-from service.frontdoor import ClientGone, FrontDoor, Pixels
+from service import bodies, openapi
+from service.frontdoor import Answer, Fill, Refusal
+from service.intake import Intake
 from service.schemas import (
     ApiError,
-    ErrorBody,
+    BatchResponse,
+    BatchTiming,
     Health,
+    ImagePredictions,
     Info,
-    Model,
     ModelInfo,
-    Prediction,
-    PredictRequest,
     PredictResponse,
     Timing,
     WorkerInfo,
+    error_body,
 )
-from service.settings import Settings
 from service.slots import ProcessState
 
-_FEW = 16  # labels that are found sooner one by one than by sorting a thousand
-
-
-class Service:
-    """What the routes need, one in each front-door process."""
-
-    def __init__(self, settings: Settings, header: Header, front_door: FrontDoor) -> None:
-        self.settings, self.header, self.front_door = settings, header, front_door
-        self.model = Model(name=header.name, version=header.version)
-        self.keys = [key.encode() for key in settings.keys]
-        self.body_limit = int(settings.max_body_mb * 1e6)
-        self.inflight_limit = max(self.body_limit, int(settings.max_inflight_mb * 1e6) // front_door.memory.layout.doors)
-        self.inflight = 0  # bytes of request bodies in this process
-        self.versions = {name: version(name) for name in ("spyglass", "litserve", "openvino", "torch", "torchvision", "pillow")}
-
-    async def read_body(self, request: Request, deadline: float) -> bytes:
-        """The whole body, never more than the limits. The caller takes its length off `inflight` when done with it."""
-        too_large = ApiError("body_too_large", f"the body is over {self.settings.max_body_mb:g} MB; send a smaller image (max_body_mb)")
-        declared = request.headers.get("content-length", "").lstrip("0")
-        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self.body_limit):
-            raise too_large
-        chunks: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                while True:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    chunk = message.get("body", b"")
-                    size += len(chunk)
-                    self.inflight += len(chunk)
-                    chunks.append(chunk)
-                    if size > self.body_limit:
-                        raise too_large
-                    if self.inflight > self.inflight_limit:
-                        raise ApiError("overloaded", "too many bytes of requests in flight (max_inflight_mb); try again later or slower")
-                    if not message.get("more_body", False):
-                        return b"".join(chunks) if len(chunks) > 1 else chunk
-        except BaseException as error:
-            self.inflight -= size
-            if isinstance(error, TimeoutError):
-                raise ApiError("deadline_exceeded", "the deadline passed before the whole body had arrived") from None
-            raise
-
-    def fill(self, body: bytes, content_type: str, pixels: Pixels) -> None:
-        """Decode a request body into a slot. Runs in a decode thread."""
-        max_pixels = int(self.settings.max_megapixels * 1e6)
-        try:
-            self.header.preprocessing.read(image_bytes(body, content_type), max_pixels=max_pixels, out=pixels)
-        except ImageError as error:
-            if error.code == "image_corrupt" and content_type.startswith("application/x-www-form-urlencoded"):
-                # What `curl -d @file` sends, having dropped every line end.
-                raise ImageError(error.code, f"{error} With curl, send a file by --data-binary, not by -d.") from error
-            raise
-
-    def deadline(self, request: Request, arrived: float) -> float:
-        """When the answer must be out, in monotonic seconds: after timeout_s, or the client's shorter x-timeout-ms."""
-        timeout = self.settings.timeout_s
-        asked = request.headers.get("x-timeout-ms")
-        if asked is not None:
-            if not (asked.isascii() and asked.isdecimal() and len(asked) < 12 and int(asked) > 0):
-                raise ApiError("bad_request", f"x-timeout-ms: {asked!r} must be a whole number of milliseconds from 1")
-            timeout = min(timeout, int(asked) / 1000)
-        return arrived + timeout
-
-    def predictions(self, probabilities: np.ndarray[Any, np.dtype[np.float32]], top_k: int) -> list[Prediction]:
-        """The `top_k` most probable labels, at most all; of equals the lower index first."""
-        count = min(top_k, len(probabilities))
-        if count <= _FEW:
-            left, best = probabilities.copy(), []
-            for _ in range(count):
-                best.append(int(left.argmax()))
-                left[best[-1]] = -1
-        else:
-            best = np.argsort(-probabilities, kind="stable")[:count].tolist()
-        labels = self.header.labels
-        return [Prediction(label=labels[index], index=index, probability=float(probabilities[index])) for index in best]
-
-
-async def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-def _require_key(
-    request: Request,
-    # FastAPI reads them for the documentation.
-    header: Annotated[str | None, Depends(APIKeyHeader(name="X-API-Key", auto_error=False))] = None,
-    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))] = None,
-) -> None:
-    service: Service = request.app.state.service
-    if not service.keys:
-        return
-    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    given = (request.headers.get("x-api-key") or (credentials.strip() if scheme.lower() == "bearer" else "")).encode("latin-1")
-    # Every key is compared, each in constant time: the answer's delay says nothing about them.
-    if not any([hmac.compare_digest(given, key) for key in service.keys]):
-        raise ApiError("unauthorized", "send a valid key as `X-API-Key: KEY` or `Authorization: Bearer KEY`")
-
-
-_TOP_K = TypeAdapter(Annotated[int, Field(ge=1)])
-
-
-def _top_k(request: Request, default: int) -> int:
-    asked = request.query_params.get("top_k") if request.scope["query_string"] else None
-    if asked is None:
-        return default
-    try:
-        return _TOP_K.validate_python(asked)
-    except ValidationError as error:
-        raise ApiError("bad_request", f"top_k: {error.errors(include_url=False)[0]['msg']}, not {asked!r}") from None
-
-
-API_VERSION = "1.0"
+_MOST_PREDICTIONS = 100_000  # in one answer
 
 router = APIRouter()
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": description}
-    for status, description in (
-        (400, "malformed request: `bad_request`"),
-        (401, "`unauthorized`"),
-        (413, "`body_too_large`, `image_too_large`"),
-        (415, "`not_an_image`, `unsupported_format`"),
-        (422, "an image that does not decode to the end: `image_corrupt`"),
-        (500, "`internal`"),
-        (503, "`overloaded`, `draining`, `worker_failed`; with `Retry-After`"),
-        (504, "`deadline_exceeded`"),
-    )
-}
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_PREDICT = {
-    "parameters": [
-        {
-            "name": "top_k",
-            "in": "query",
-            "required": False,
-            "schema": {"type": "integer", "minimum": 1, "title": "Top K"},
-            "description": "how many labels to answer; more than there are gives all",
-        }
-    ],
-    "requestBody": {
-        "required": True,
-        "description": "one image: JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF",
-        "content": {
-            "multipart/form-data": {"schema": {"type": "object", "properties": {"image": {"type": "string", "format": "binary"}}}},
-            "application/json": {"schema": PredictRequest.model_json_schema()},
-            "image/*": _BINARY,
-            "application/octet-stream": _BINARY,
-        },
-    },
-}
 
 
 @router.post(
     "/predict",
     response_model=PredictResponse,
-    responses=_ERRORS,
-    openapi_extra=_PREDICT,
-    dependencies=[Depends(_require_key)],
+    responses=openapi.errors(401, classifying=True),
+    openapi_extra={"parameters": [openapi.TOP_K], "requestBody": openapi.IMAGE_BODY},
     summary="Classify one image",
     tags=["classify"],
 )
 async def predict(request: Request) -> Response:
-    """The body is the image file itself, one file of a multipart form under any name, or JSON `{"image": "<base64>"}`."""
-    service: Service = request.app.state.service
+    """The body is the image file itself, one file of a form under any name, or JSON `{"image": "<base64 or data URI>"}`.
+
+    The header `x-timeout-ms` gives the request less time than `timeout_s`; `x-request-id` is kept, returned and logged.
+    """
+    intake: Intake = request.app.state.intake
     state = request.scope["state"]
-    _require_key(request)
-    top_k = _top_k(request, service.settings.top_k)
-    arrived: float = state["arrived"]
-    deadline = service.deadline(request, arrived)
-    body = await service.read_body(request, deadline)
-    try:
-        fill = partial(service.fill, body, request.headers.get("content-type", ""))
-        answer = await service.front_door.classify(fill, deadline, state["gone"])
-    finally:
-        service.inflight -= len(body)
+    intake.require_key(request)
+    top_k = intake.top_k(request)
+    answer = await intake.classify(request)
     response = PredictResponse(
-        model=service.model,
-        predictions=service.predictions(answer.probabilities, top_k),
+        model=intake.model,
+        predictions=intake.predictions(answer.probabilities, top_k),
         request_id=state["request_id"],
         timing_ms=Timing(
-            decode=round(answer.decode_s * 1e3, 3),
-            queue=round(answer.queue_s * 1e3, 3),
-            forward=round(answer.forward_s * 1e3, 3),
-            total=round((time.monotonic() - arrived) * 1e3, 3),
+            decode=_ms(answer.decode_s), queue=_ms(answer.queue_s), forward=_ms(answer.forward_s), total=_ms_since(state["arrived"])
         ),
     )
     return Response(response.model_dump_json() + "\n", media_type="application/json")  # the line end: for people at a terminal
+
+
+@router.post(
+    "/predict/batch",
+    response_model=BatchResponse,
+    responses=openapi.errors(401, classifying=True),
+    openapi_extra={"parameters": [openapi.TOP_K], "requestBody": openapi.BATCH_BODY},
+    summary="Classify several images",
+    tags=["classify"],
+)
+async def predict_batch(request: Request) -> Response:
+    """The body is a form with the files, or JSON `{"images": ["<base64 or data URI>", ...]}`.
+
+    An image that can't be classified has `error` in its place, in the form that `/predict` would answer, and the others are not
+    touched by it. The whole request fails where nothing can be read from it, or the server could answer none of its images.
+    """
+    intake: Intake = request.app.state.intake
+    state = request.scope["state"]
+    intake.require_key(request)
+    top_k = intake.top_k(request)
+    times = [0.0, 0.0, 0.0]
+
+    def read(body: bytes) -> Sequence[Fill | Refusal]:
+        images = bodies.many_images(body, request.headers.get("content-type", ""))
+        if len(images) * top_k > _MOST_PREDICTIONS:
+            raise ApiError(
+                "bad_request",
+                f"top_k: {len(images)} images times {top_k} labels are over {_MOST_PREDICTIONS} predictions; ask for fewer of either",
+            )
+        return [image if isinstance(image, ApiError) else partial(intake.fill, image) for image in images]
+
+    def keep(answer: Answer) -> ImagePredictions:
+        for place, seconds in enumerate((answer.decode_s, answer.queue_s, answer.forward_s)):
+            times[place] += seconds
+        return ImagePredictions(predictions=intake.predictions(answer.probabilities, top_k))
+
+    found = await intake.classify_many(request, read, keep)
+    answered = sum(isinstance(one, ImagePredictions) for one in found) or 1
+    decode, queue, forward = (_ms(seconds / answered) for seconds in times)
+    response = BatchResponse(
+        model=intake.model,
+        results=[one if isinstance(one, ImagePredictions) else error_body(one.code, str(one), state["request_id"]) for one in found],
+        request_id=state["request_id"],
+        timing_ms=BatchTiming(decode=decode, queue=queue, forward=forward, total=_ms_since(state["arrived"])),
+    )
+    return Response(response.model_dump_json() + "\n", media_type="application/json")
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _ms_since(arrived: float) -> float:
+    return _ms(time.monotonic() - arrived)
 
 
 @router.get("/", include_in_schema=False)
@@ -234,34 +120,28 @@ async def index() -> Response:
     return RedirectResponse("/docs")
 
 
-@router.get("/livez", response_model=Health, summary="Whether the processes run", tags=["health"])
-async def livez(service: Annotated[Service, Depends(_service)]) -> Health:
-    if (service.front_door.memory.workers["state"] == ProcessState.DEAD).any():
-        raise ApiError("worker_failed", "a worker process died")
+@router.get("/livez", response_model=Health, responses=openapi.errors(503), summary="Whether the processes run", tags=["health"])
+async def livez(request: Request) -> Health:
+    intake: Intake = request.app.state.intake
+    intake.require_alive()
     return Health(status="alive")
 
 
 @router.get(
-    "/readyz", response_model=Health, responses={503: _ERRORS[503]}, summary="Whether every device classifies images", tags=["health"]
+    "/readyz", response_model=Health, responses=openapi.errors(503), summary="Whether every device classifies images", tags=["health"]
 )
-@router.get("/health", response_model=Health, responses={503: _ERRORS[503]}, summary="The same as /readyz", tags=["health"])
-async def readyz(service: Annotated[Service, Depends(_service)]) -> Health:
-    problem = service.front_door.not_ready(service.settings.worker_timeout_s)
-    if problem:
-        raise ApiError(*problem)
+@router.get("/health", response_model=Health, responses=openapi.errors(503), summary="The same as /readyz", tags=["health"])
+async def readyz(request: Request) -> Health:
+    intake: Intake = request.app.state.intake
+    intake.require_ready()
     return Health(status="ready")
 
 
-@router.get(
-    "/info",
-    response_model=Info,
-    dependencies=[Depends(_require_key)],
-    responses={401: _ERRORS[401]},
-    summary="What is served, and how",
-    tags=["health"],
-)
-async def info(service: Annotated[Service, Depends(_service)]) -> Info:
-    header, settings, memory = service.header, service.settings, service.front_door.memory
+@router.get("/info", response_model=Info, responses=openapi.errors(401), summary="What is served, and how", tags=["health"])
+async def info(request: Request) -> Info:
+    intake: Intake = request.app.state.intake
+    intake.require_key(request)
+    header, settings, memory = intake.header, intake.settings, intake.front_door.memory
     workers = [
         WorkerInfo(
             state=ProcessState(int(row["state"])).name.lower(),
@@ -273,21 +153,12 @@ async def info(service: Annotated[Service, Depends(_service)]) -> Info:
     limits = ("max_body_mb", "max_inflight_mb", "max_megapixels", "timeout_s", "max_batch_size", "batch_wait_ms")
     return Info(
         model=ModelInfo(
-            **service.model.model_dump(),
+            **intake.model.model_dump(),
             architecture=header.architecture,
             labels=len(header.labels),
             preprocessing=header.preprocessing.to_dict(),
         ),
         workers=workers,
         limits={name: getattr(settings, name) for name in limits} | {"slots": memory.layout.slots},
-        versions=service.versions,
+        versions=intake.versions,
     )
-
-
-def assemble(app: FastAPI, settings: Settings) -> ASGIApp:
-    """Put the routes onto `app`, and around it the shortest way to the busiest of them, CORS and error handling."""
-    app.include_router(router)
-    whole: ASGIApp = envelope.Direct(app, {("POST", "/predict"): predict})
-    if settings.origins:
-        whole = CORSMiddleware(whole, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
-    return envelope.Envelope(whole)

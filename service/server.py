@@ -28,9 +28,10 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
 from models import checkpoint
-from service import routes
+from service.app import assemble
 from service.connection import Connection
 from service.frontdoor import FrontDoor
+from service.intake import Intake
 from service.loop import ClassifierAPI, follow_parent, run_worker
 from service.machine import StartError, available_cpus, find_devices, share, share_heap
 from service.settings import Settings, configure_logging
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 START_LIMIT_S = 600.0  # a large model on a slow disk takes its time; a worker that hangs must not hang the start for ever
 _BACKLOG = 2048
+_API_VERSION = "1.1"
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -141,10 +143,8 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
             timeout=False,
         )
         # In LitServe's place: its app comes with routes before the key, gzip, and documentation from a foreign host.
-        self.app = FastAPIOffline(
-            title="Spyglass", version=routes.API_VERSION, redoc_url=None, redirect_slashes=False, lifespan=self.lifespan
-        )
-        self.asgi = routes.assemble(self.app, settings)
+        self.app = FastAPIOffline(title="Spyglass", version=_API_VERSION, redoc_url=None, redirect_slashes=False, lifespan=self.lifespan)
+        self.asgi = assemble(self.app, settings, self.header)
         self.workers: list[BaseProcess] = []
         self.doors: list[BaseProcess] = []
 
@@ -245,7 +245,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         self.memory.doors["pid"][index] = os.getpid()
         share_heap()
         self.front_door = FrontDoor(self.memory, index, self.worker_pipes, self.door_pipes[index], self.decode_threads)
-        self.app.state.service = routes.Service(self.settings, self.header, self.front_door)
+        self.app.state.intake = Intake(self.settings, self.header, self.front_door)
         config = uvicorn.Config(
             self.asgi,
             proxy_headers=False,  # nothing here asks where a request came from

@@ -105,6 +105,12 @@ class Settings(BaseSettings):
             raise ValueError(f"max_inflight_mb: {self.max_inflight_mb} is less than max_body_mb {self.max_body_mb}")
         if self.api_keys.get_secret_value() and not self.keys:
             raise ValueError("api_keys: there is no key in it; leave it empty to need none")
+        for number, key in enumerate(self.keys, 1):  # which is never shown
+            if not key.isprintable():  # nor is what is left of bytes that are no UTF-8
+                raise ValueError(f"api_keys: key number {number} holds a character that no header can carry")
+        for origin in self.origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ValueError(f"cors_origins: {origin!r} is not allowed: allowed are origins such as https://example.com, and *")
         return self
 
     @property

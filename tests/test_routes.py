@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import http.client
 import io
 import json
@@ -13,7 +14,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +25,7 @@ from PIL import Image
 
 from models import checkpoint
 from models.export import logits
-from service.routes import Service
-from tests.conftest import COLOURS, EXAMPLES, Server, encode
+from tests.conftest import COLOURS, EXAMPLES, Server, StartServer, encode
 
 
 def probabilities(answer: requests.Response) -> list[tuple[int, float]]:
@@ -149,7 +148,7 @@ def test_a_bad_body_gets_its_error(tiny_server: Server, body: bytes, headers: di
     assert error_code(tiny_server.post(body, headers=headers)) == (status, code)
 
 
-@pytest.mark.parametrize("top_k", ["0", "-1", "many", "1.5"])
+@pytest.mark.parametrize("top_k", ["0", "-1", "many", "1.5", "5.0", "3_0", "", "+5", " 5", "٣", "00"])
 def test_a_bad_top_k_is_a_bad_request(tiny_server: Server, top_k: str) -> None:
     answer = tiny_server.post(encode((1, 2, 3)), params={"top_k": top_k})
     assert error_code(answer) == (400, "bad_request")
@@ -177,11 +176,15 @@ def test_unknown_routes_and_methods(tiny_server: Server) -> None:
     assert answer.headers["allow"] == "POST"
 
 
-def test_a_deadline_that_is_too_short_is_504(tiny_server: Server) -> None:
+def photograph_of_noise() -> bytes:
     photograph = io.BytesIO()
-    noise = np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8)
     Image.fromarray(noise).save(photograph, "JPEG", quality=60)
-    answer = tiny_server.post(photograph.getvalue(), headers={"x-timeout-ms": "1"})
+    return photograph.getvalue()
+
+
+def test_a_deadline_that_is_too_short_is_504(tiny_server: Server) -> None:
+    answer = tiny_server.post(photograph_of_noise(), headers={"x-timeout-ms": "1"})
     assert error_code(answer) == (504, "deadline_exceeded")
 
 
@@ -305,18 +308,132 @@ def test_info_tells_model_workers_limits_versions(tiny_server: Server, tiny: Pat
     assert tiny_server.get("/info").json()["workers"][0]["images"] == before + 1
 
 
-def test_openapi_has_exactly_our_paths_and_docs_need_no_foreign_host(tiny_server: Server) -> None:
-    document = tiny_server.get("/openapi.json").json()
-    assert set(document["paths"]) == {"/predict", "/livez", "/readyz", "/health", "/info"}
-    responses = document["paths"]["/predict"]["post"]["responses"]
-    assert set(responses) == {"200", "400", "401", "413", "415", "422", "500", "503", "504"}
-    assert {"application/json", "multipart/form-data", "image/*"} <= set(document["paths"]["/predict"]["post"]["requestBody"]["content"])
+def test_docs_need_no_foreign_host(tiny_server: Server) -> None:
     page = tiny_server.get("/docs")
     assert page.status_code == 200
     assert "http://" not in page.text
     assert "https://" not in page.text
     script = page.text.partition('<script src="')[2].partition('"')[0]
     assert tiny_server.get(script).status_code == 200
+
+
+def batch(server: Server, images: list[bytes], **options: Any) -> requests.Response:
+    return requests.post(f"{server.url}/predict/batch", files=[("images", image) for image in images], timeout=60, **options)
+
+
+def test_a_batch_answers_each_image_as_predict_does_in_their_order(tiny_server: Server, tiny: Path) -> None:
+    images = [encode(colour) for colour in COLOURS]
+    alone = [tiny_server.post(image, params={"top_k": 3}).json()["predictions"] for image in images]
+    encoded = [base64.b64encode(image).decode() for image in images]
+    for answer in (
+        batch(tiny_server, images, params={"top_k": 3}, headers={"x-request-id": "many"}),
+        requests.post(f"{tiny_server.url}/predict/batch?top_k=3", json={"images": encoded}, headers={"x-request-id": "many"}, timeout=60),
+    ):
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert found["model"] == {"name": "tiny", "version": checkpoint.read_header(tiny).version}
+        assert [result["predictions"] for result in found["results"]] == alone
+        assert found["request_id"] == answer.headers["x-request-id"] == "many"
+        assert set(found["timing_ms"]) == {"decode", "queue", "forward", "total"}
+        assert 0 < found["timing_ms"]["decode"] < found["timing_ms"]["total"]
+
+
+def test_in_a_batch_each_bad_image_is_one_bad_result(tiny_server: Server) -> None:
+    good = encode((1, 2, 3))
+    images = [good, b"no image", good[:-30], png_of(64250, 64250), b"%PDF-1.7", b"", good]
+    answer = batch(tiny_server, images)
+    assert answer.status_code == 200
+    codes = [result["error"]["code"] if "error" in result else "" for result in answer.json()["results"]]
+    assert codes == ["", "not_an_image", "image_corrupt", "image_too_large", "unsupported_format", "bad_request", ""]
+    alone = probabilities(tiny_server.post(good))
+    for place in (0, -1):
+        predictions = answer.json()["results"][place]["predictions"]
+        assert [(item["index"], item["probability"]) for item in predictions] == alone
+    for result in answer.json()["results"][1:-1]:
+        assert set(result["error"]) == {"code", "message", "request_id"}
+        assert result["error"]["request_id"] == answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        (b"", {}, "bad_request"),
+        (b"{}", JSON, "bad_request"),
+        (b'{"images": []}', JSON, "bad_request"),
+        (b'{"images": "x"}', JSON, "bad_request"),
+        (encode((1, 2, 3)), {"content-type": "image/png"}, "bad_request"),
+        (bytes(1_000_001), {}, "body_too_large"),
+    ],
+)
+def test_a_bad_batch_gets_its_error(tiny_server: Server, body: bytes, headers: dict[str, str], code: str) -> None:
+    answer = requests.post(f"{tiny_server.url}/predict/batch", data=body, headers=headers, timeout=60)
+    assert error_code(answer) == (413 if code == "body_too_large" else 400, code)
+
+
+def test_a_batch_whose_time_is_over_is_504_and_one_whose_time_ends_keeps_what_it_has(tiny_server: Server) -> None:
+    assert error_code(batch(tiny_server, [photograph_of_noise()] * 2, headers={"x-timeout-ms": "1"})) == (504, "deadline_exceeded")
+
+
+def test_several_batches_of_more_images_than_slots_and_single_images_between_them(tiny: Path, start_server: StartServer) -> None:
+    server = start_server(tiny, "--slots", "8", "--precision", "fp32", "--timeout-s", "60")
+    colours = [COLOURS[number % 64] for number in range(150)]
+    images = [encode(colour) for colour in colours]
+    expected = in_process(tiny, *[encode(colour) for colour in COLOURS]).argmax(1).tolist()
+    done: list[str] = []
+
+    def ask_many(number: int) -> list[int]:
+        turned = images[number:] + images[:number]
+        results = batch(server, turned, params={"top_k": 1}).json()["results"]
+        done.append("many")
+        found = [result["predictions"][0]["index"] for result in results]
+        return found[len(found) - number :] + found[: len(found) - number]
+
+    def ask_one(number: int) -> int:
+        (best, *_) = probabilities(server.post(encode(COLOURS[number])))
+        done.append("one")
+        return best[0]
+
+    with ThreadPoolExecutor(16) as pool:
+        many = [pool.submit(ask_many, number) for number in range(4)]
+        ones = [pool.submit(ask_one, number) for number in range(12)]
+        assert [one.result() for one in ones] == expected[:12]
+        for found in many:
+            assert found.result() == [expected[number % 64] for number in range(150)]
+    assert done.index("many") >= 6  # batches took turns with single images, and none of these waited for a whole batch
+    with ThreadPoolExecutor(8) as pool:  # every slot came back
+        assert [answer.status_code for answer in pool.map(server.post, images[:8])] == [200] * 8
+
+
+def test_a_client_that_leaves_its_batch_gives_all_slots_back(tiny: Path, start_server: StartServer) -> None:
+    server = start_server(tiny, "--slots", "8", "--precision", "fp32")
+    prepared = requests.Request("POST", f"{server.url}/predict/batch", files=[("i", photograph_of_noise())] * 8).prepare()
+    address = urlsplit(server.url)
+    assert isinstance(prepared.body, bytes)
+    head = f"POST /predict/batch HTTP/1.1\r\nHost: x\r\nContent-Type: {prepared.headers['content-type']}\r\n"
+    for _ in range(5):
+        with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+            client.sendall(f"{head}Content-Length: {len(prepared.body)}\r\n\r\n".encode() + prepared.body)
+    assert server.wait_for_log(" 499 ", 10), "\n".join(server.log)
+    assert len(batch(server, [encode(colour) for colour in COLOURS]).json()["results"]) == 64
+    with ThreadPoolExecutor(8) as pool:
+        assert [answer.status_code for answer in pool.map(server.post, [encode((1, 2, 3))] * 16)] == [200] * 16
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_compressed_body_is_opened_and_its_size_counts(tiny_server: Server, encoding: str) -> None:
+    def post(body: bytes) -> requests.Response:
+        packed = gzip.compress(body) if encoding == "gzip" else zlib.compress(body)
+        return tiny_server.post(packed, headers={"content-encoding": encoding})
+
+    image = encode((3, 2, 1))
+    assert probabilities(post(image)) == probabilities(tiny_server.post(image))
+    assert error_code(post(bytes(50_000_000))) == (413, "body_too_large")  # 50 kB as they are sent
+    assert error_code(tiny_server.post(image, headers={"content-encoding": encoding})) == (400, "bad_request")
+    cut = (gzip.compress(image) if encoding == "gzip" else zlib.compress(image))[:-10]
+    assert error_code(tiny_server.post(cut, headers={"content-encoding": encoding})) == (400, "bad_request")
+    answer = tiny_server.post(image, headers={"content-encoding": "br"})
+    assert error_code(answer) == (400, "bad_request")
+    assert "gzip" in answer.text
 
 
 @pytest.fixture(scope="module")
@@ -356,14 +473,6 @@ def test_cross_origin_answers_and_errors_are_readable_by_the_allowed_page_only(k
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
         other = keyed.post(encode((1, 2, 3)), headers={**headers, "origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8])
-def test_of_equal_probabilities_the_lower_index_comes_first_however_many_are_asked_for(top_k: int) -> None:
-    equal = np.array([0.1, 0.2, 0.2, 0.05, 0.2, 0.1, 0.1, 0.05], np.float32)
-    service: Any = SimpleNamespace(header=SimpleNamespace(labels="abcdefgh"))
-    found = [prediction.index for prediction in Service.predictions(service, equal, top_k)]
-    assert found == [1, 2, 4, 0, 5, 6, 3, 7][:top_k]
 
 
 def test_json_logs_have_one_line_for_each_request_with_its_id(keyed: Server) -> None:

@@ -241,12 +241,12 @@ def test_text_log_lines_are_one_line_each_and_say_when_and_how_bad(capsys: pytes
 
 @pytest.mark.usefixtures("logging_restored")
 def test_a_library_does_not_log_what_clients_get_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    from service.bodies import image_bytes
+    from service.bodies import one_image
     from service.schemas import ApiError
 
     configure_logging("text", "info")
     with pytest.raises(ApiError):
-        image_bytes(b"not multipart", "multipart/form-data; boundary=b")
+        one_image(b"not multipart", "multipart/form-data; boundary=b")
     assert capsys.readouterr().err == ""
 
 
