@@ -133,7 +133,7 @@ def _parity(subject: Subject, engine: TorchEngine, size: int, required: bool) ->
     if size not in engine.warm:
         return {"figures": "not used: too large, or it misses the golden samples"} | ({"ok": False} if required else {})
     engine.fill(engine.lanes[0], size)
-    found = engine.lanes[0].run(0, size) if size > 1 else _one_by_one(engine)
+    found = engine.lanes[0].run(0, size).probabilities if size > 1 else _one_by_one(engine)
     rows = np.arange(len(found)) % len(engine.golden.pixels)
     good, figures = fidelity(found, engine.golden.probabilities[rows], BOUNDS[engine.precision])
     return {"images/s": forward_rate(engine, size, subject.scale.sample_s / 2), ("ok" if required else "within"): good, "figures": figures}
@@ -145,7 +145,7 @@ def _one_by_one(engine: TorchEngine) -> Any:
     found = []
     for pixels in engine.golden.pixels:
         engine.lanes[0].put(0, pixels)
-        found.append(engine.lanes[0].run(0, 1).copy())
+        found.append(engine.lanes[0].run(0, 1).probabilities.copy())
     return np.concatenate(found)
 
 

@@ -121,7 +121,7 @@ class Threads(Pipeline):
         self._engine: TorchEngine | None = None
 
     def attach(self, engine: TorchEngine) -> None:
-        self.answers.expect(engine.classify(self.golden.pixels))
+        self.answers.expect(engine.classify(self.golden.pixels).probabilities)
         engine.pin(self.pixels)
         _settle(engine)
         self._engine = engine
@@ -152,7 +152,7 @@ class Threads(Pipeline):
                         slots = [(first + place) % self.slots for place in range(size)]
                         for place, slot in enumerate(slots):
                             lane.put(place, self.pixels[slot])
-                    found = lane.run(0, size)
+                    found = lane.run(0, size).probabilities
                     wrong.append(self.answers.wrong(slots[-2:], found[-2:]))  # lanes mixed up would show in each image
                     times.append(time.perf_counter())
             except BaseException as error:
@@ -219,7 +219,7 @@ class WithWorker(Pipeline):
             log_format="text",
             log_level="info",
         )
-        self.answers.expect(engine.classify(self.golden.pixels))
+        self.answers.expect(engine.classify(self.golden.pixels).probabilities)
         self._worker, self._engine = Worker(options, 0, engine), engine
         _settle(engine)
         self._thread = threading.Thread(target=self._worker.run, daemon=True)

@@ -1,6 +1,6 @@
 """A checkpoint's model -> an OpenVINO model in a cache folder, once per version, made by a short-lived process of its own.
 
-    uint8 [N, crop, crop, 3] --normalize, model, softmax, all in the converted model--> float32 [N, C] probabilities
+    uint8 [N, crop, crop, 3] --normalize, model, softmax, all in the converted model--> float32 [N, C] logits, [N, C] probabilities
 
 So the workers never import torch. One conversion serves every precision: the weights stay float32, and what a CPU computes in is
 chosen when the model is compiled, which takes a fraction of a second.
@@ -24,7 +24,7 @@ from models.checkpoint import Header, load, read_header
 
 log = logging.getLogger(__name__)
 
-_FORM = 1  # raised when this file makes another model of the same checkpoint
+_FORM = 2  # raised when this file makes another model of the same checkpoint
 
 
 def refuse_telemetry() -> None:
@@ -108,10 +108,10 @@ def convert(checkpoint: Path, folder: Path) -> None:
             self.model = loaded.model
             self.scale, self.bias = (torch.nn.Buffer(torch.tensor(three)) for three in preprocessing.affine)
 
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             images = (pixels.float() * self.scale + self.bias).permute(0, 3, 1, 2)
             logits: torch.Tensor = self.model(images)
-            return (logits / temperature).softmax(1)
+            return logits, (logits / temperature).softmax(1)
 
     crop = preprocessing.crop
     with warnings.catch_warnings(), torch.no_grad():

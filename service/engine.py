@@ -1,7 +1,7 @@
 """Engine: a checkpoint on one device. What differs between OpenVINO and torch, a CPU and a GPU, hides behind this.
 
 An engine has lanes, each a place for one batch on its way. A worker's thread puts pixels into a lane, image by image, then runs it
-and blocks until the probabilities are there. How many lanes the device computes at once, and which batches it likes, the engine says.
+and blocks until its scores are there. How many lanes the device computes at once, and which batches it likes, the engine says.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,24 @@ from models.checkpoint import BOUNDS, Golden, fidelity
 log = logging.getLogger(__name__)
 
 Pixels = npt.NDArray[np.uint8]
+Logits = npt.NDArray[np.float32]
 Probabilities = npt.NDArray[np.float32]
+
+
+class Scores(NamedTuple):
+    """What comes out for N images, each float32 `[N, C]`."""
+
+    logits: Logits  # as the model gives them, before the temperature
+    probabilities: Probabilities
+
+    def copy(self) -> Scores:
+        """The same in memory of its own."""
+        return Scores(self.logits.copy(), self.probabilities.copy())
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of all parts in one, in order."""
+    return Scores(np.concatenate([part.logits for part in parts]), np.concatenate([part.probabilities for part in parts]))
 
 
 def batch_sizes(largest: int, factor: int = 2) -> tuple[int, ...]:
@@ -39,8 +57,8 @@ class Lane(ABC):
         """Take uint8 `[crop, crop, 3]` as image number `place`; on a GPU the copy has only begun, so `pixels` must stay."""
 
     @abstractmethod
-    def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
-        """Classify the images `first` to `first + count`: float32 `[count, C]`, good until this lane's next run.
+    def run(self, first: int, count: int, *, alone: bool = False) -> Scores:
+        """Classify the images `first` to `first + count`. The scores are good until this lane's next run.
 
         Padded up to a warm size, of which there must be one. `alone`: no other lane runs now, nor is any likely to soon.
         """
@@ -140,9 +158,9 @@ class Engine(ABC):
         self.warm = {other: cost for other, cost in self.warm.items() if other < size} or {1: 0.0}
         return self.largest
 
-    def classify(self, pixels: Pixels) -> Probabilities:
-        """uint8 `[N, crop, crop, 3]` -> float32 `[N, C]`, through all lanes in turn; none may be in use."""
-        found: list[Probabilities] = []
+    def classify(self, pixels: Pixels) -> Scores:
+        """The scores of uint8 `[N, crop, crop, 3]`, through all lanes in turn; none may be in use."""
+        found: list[Scores] = []
         start = 0
         while start < len(pixels):
             lane = self.lanes[len(found) % len(self.lanes)]
@@ -152,17 +170,17 @@ class Engine(ABC):
             # Either way that a batch of one may go.
             found.append(lane.run(0, count, alone=len(found) % 2 == 0).copy())
             start += count
-        return np.concatenate(found)
+        return joined(found)
 
     def golden_check(self) -> tuple[bool, str]:
         """Run the golden samples through this very engine. Returns whether they are within bounds, and the figures in words."""
-        return fidelity(self.classify(self.golden.pixels), self.golden.probabilities, BOUNDS[self.precision])
+        return fidelity(self.classify(self.golden.pixels).probabilities, self.golden.probabilities, BOUNDS[self.precision])
 
     def _reproduces(self, size: int) -> bool:
         """Whether a batch of this size, which may compute in its own way, gives the golden samples' probabilities."""
         rows = np.arange(size) % len(self.golden.pixels)
         self.fill(self.lanes[0], size)
-        good, figures = fidelity(self.lanes[0].run(0, size), self.golden.probabilities[rows], BOUNDS[self.precision])
+        good, figures = fidelity(self.lanes[0].run(0, size).probabilities, self.golden.probabilities[rows], BOUNDS[self.precision])
         if not good:
             log.warning("batches of %d are not used, they miss the golden samples: %s", size, figures)
         return good

@@ -44,6 +44,7 @@ _LATE = partial(ApiError, "deadline_exceeded", "the deadline passed; allow more 
 class Answer:
     """What became of one image."""
 
+    logits: npt.NDArray[np.float32]  # [C]
     probabilities: npt.NDArray[np.float32]  # [C]
     decode_s: float
     queue_s: float
@@ -240,6 +241,7 @@ class FrontDoor:
             taken_at, done_at = float(memory.taken_at[slot]), float(memory.done_at[slot])
             job.outcome.set_result(
                 Answer(
+                    logits=memory.logits[slot, : memory.layout.classes].copy(),
                     probabilities=memory.results[slot, : memory.layout.classes].copy(),
                     decode_s=job.decode_s,
                     queue_s=taken_at - job.begun - job.decode_s,

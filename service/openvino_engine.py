@@ -14,7 +14,7 @@ import numpy as np
 
 from models.checkpoint import FidelityError, choose_precision, read_golden
 from service import conversion
-from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
+from service.engine import Engine, Lane, Pixels, Probabilities, Scores, batch_sizes
 from service.machine import share_heap
 
 conversion.refuse_telemetry()
@@ -71,7 +71,7 @@ class OpenVinoEngine(Engine):
         self.lanes = self._lanes = [_OpenVinoLane(self) for _ in range(self.at_once)]
         self._add(1, precision)
         self.warm = self._costs(1)
-        return self.classify(self.golden.pixels)
+        return self.classify(self.golden.pixels).probabilities
 
     def _compile(self, size: int, precision: str, *, streams: int, threads: int) -> openvino.CompiledModel:
         assert self._model is not None
@@ -168,7 +168,7 @@ class _OpenVinoLane(Lane):
         self.requests[size].set_input_tensor(self._tensor(0, size))
         self.requests[size].start_async()
 
-    def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
+    def run(self, first: int, count: int, *, alone: bool = False) -> Scores:
         size = min((size for size in list(self.requests) if size >= count), default=0)
         request = self.engine._together if alone and size == 1 else self.requests.get(size)
         if request is None:
@@ -176,8 +176,7 @@ class _OpenVinoLane(Lane):
         request.set_input_tensor(self._tensor(first, size))
         request.start_async()  # infer() would copy the results
         request.wait()
-        found: Probabilities = request.get_output_tensor().data[:count]
-        return found
+        return Scores(request.get_output_tensor(0).data[:count], request.get_output_tensor(1).data[:count])
 
 
 @cache

@@ -28,7 +28,7 @@ class SlotState(enum.IntEnum):
     FILLING = 1  # a decode thread writes its pixels
     WAITING = 2  # handed to a worker
     TAKEN = 3  # in that worker's batch
-    DONE = 4  # the result row is whole
+    DONE = 4  # the rows of results and logits are whole
     FAILED = 5  # no result; `failure` says why
 
 
@@ -120,6 +120,7 @@ class Memory:
         parts: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
             "pixels": (np.dtype("u1"), (layout.slots, layout.crop, layout.crop, 3)),
             "results": (np.dtype("f4"), (layout.slots, max(layout.classes, 1024))),
+            "logits": (np.dtype("f4"), (layout.slots, max(layout.classes, 1024))),
             "slot_table": (_SLOT_ROW, (layout.slots,)),
             "worker_table": (_WORKER_ROW, (layout.workers,)),
             "door_table": (_DOOR_ROW, (layout.doors,)),
@@ -137,6 +138,7 @@ class Memory:
 
         self.pixels: npt.NDArray[np.uint8] = view("pixels")  # [slots, crop, crop, 3]; at the start of the buffer
         self.results: npt.NDArray[np.float32] = view("results")  # [slots, max(C, 1024)]: probabilities
+        self.logits: npt.NDArray[np.float32] = view("logits")  # [slots, max(C, 1024)]: what those are made of
         slots, self.workers, self.doors, self.server = (view(name) for name in ("slot_table", "worker_table", "door_table", "server"))
         # A column each: reading one field of one row through the record would be several times slower.
         self.state, self.worker, self.generation = slots["state"], slots["worker"], slots["generation"]

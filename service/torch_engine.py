@@ -19,7 +19,7 @@ import torch
 
 from models import architectures
 from models.checkpoint import Checkpoint, choose_precision
-from service.engine import Engine, Lane, Pixels, Probabilities, batch_sizes
+from service.engine import Engine, Lane, Pixels, Probabilities, Scores, batch_sizes
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class TorchEngine(Engine):
         self.graph_memory = torch.cuda.graph_pool_handle() if self.on_cuda else None
         self.warm = {1: 0.0}
         self._prepare(1)
-        return self.classify(self.golden.pixels)
+        return self.classify(self.golden.pixels).probabilities
 
     def computing(self) -> AbstractContextManager[object]:
         """Makes the stream of forwards this thread's current one."""
@@ -110,7 +110,7 @@ class TorchEngine(Engine):
             pixels = torch.zeros((size, crop, crop, 3), dtype=torch.uint8, device=self.device)
             for _ in range(2):  # kernels are chosen, and compiled, before a graph is taken of them
                 begun = time.monotonic()
-                self.probabilities(pixels)
+                self.scores(pixels)
             if not self.on_cuda and size > 1 and time.monotonic() - begun > _HEAVY_S:
                 return None
             if self._takes_graphs:
@@ -127,15 +127,15 @@ class TorchEngine(Engine):
     def _drop(self, size: int) -> None:
         self._graphs.pop(size, None)
 
-    def probabilities(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 `[N, crop, crop, 3]` on the device -> float32 `[N, C]` on the device."""
-        logits: torch.Tensor = self._forward(self.header.preprocessing.normalize(pixels, self.dtype))
-        return (logits.float() / self.header.temperature).softmax(1)
+    def scores(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 `[N, crop, crop, 3]` on the device -> logits and probabilities, each float32 `[N, C]` on the device."""
+        logits = self._forward(self.header.preprocessing.normalize(pixels, self.dtype)).float()
+        return logits, (logits / self.header.temperature).softmax(1)
 
-    def replay(self, pixels: torch.Tensor) -> torch.Tensor:
+    def replay(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for one of the warm sizes, in one launch where there is a graph of it. The next call overwrites what it returns."""
         graph = self._graphs.get(len(pixels))
-        return graph(pixels) if graph else self.probabilities(pixels)
+        return graph(pixels) if graph else self.scores(pixels)
 
 
 def _keep_programs(folder: Path) -> None:
@@ -154,12 +154,12 @@ class _Graph:
     def __init__(self, engine: TorchEngine, pixels: torch.Tensor) -> None:
         self._pixels, self._graph = pixels, torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=engine.graph_memory, stream=engine.compute, capture_error_mode="thread_local"):
-            self._probabilities = engine.probabilities(pixels)
+            self._scores = engine.scores(pixels)
 
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+    def __call__(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._pixels.copy_(pixels)
         self._graph.replay()
-        return self._probabilities
+        return self._scores
 
 
 class _TorchLane(Lane):
@@ -171,7 +171,7 @@ class _TorchLane(Lane):
         self._device = torch.zeros_like(self._host, device=engine.device) if engine.on_cuda else self._host
         self._places = list(self._device)
         if engine.on_cuda:
-            self._found = torch.empty((room, len(engine.header.labels)), pin_memory=True)
+            self._found = torch.empty((2, room, len(engine.header.labels)), pin_memory=True)  # logits, probabilities
             self._copied, self._done = torch.cuda.Event(), torch.cuda.Event(blocking=True)  # blocking: its waiter sleeps
             torch.cuda.synchronize(engine.device)  # the zeros are there before another stream writes over them
 
@@ -186,16 +186,16 @@ class _TorchLane(Lane):
         self._places[place].copy_(source, non_blocking=True)  # on this thread's own stream, that of copies
 
     @torch.inference_mode()
-    def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
+    def run(self, first: int, count: int, *, alone: bool = False) -> Scores:
         engine = self.engine
         pixels = self._device[first : first + engine.padded(count)]
         if not engine.on_cuda:
-            return engine.probabilities(pixels)[:count].numpy()
+            return Scores(*(found[:count].numpy() for found in engine.scores(pixels)))
         with engine.launching, engine.computing():
             self._copied.record(engine.copying)
             engine.compute.wait_event(self._copied)
-            self._found[:count].copy_(engine.replay(pixels)[:count], non_blocking=True)
+            for host, found in zip(self._found, engine.replay(pixels), strict=True):
+                host[:count].copy_(found[:count], non_blocking=True)
             self._done.record(engine.compute)
         self._done.synchronize()
-        found: Probabilities = self._found[:count].numpy()
-        return found
+        return Scores(*(host[:count].numpy() for host in self._found))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from models.checkpoint import Header
-from service.engine import Engine, Lane, Probabilities
+from service.engine import Engine, Lane, Scores, joined
 from service.slots import DONE, FAILED, FILLING, STOP, TAKEN, WAITING, Failure, Memory, WakePipe
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Worker:
         self.generation = int(self.row["generation"])
         self.max_batch_size, self.batch_wait_s = options.max_batch_size, options.batch_wait_s
         self.most = max(1, self.memory.layout.slots // self.memory.layout.workers)  # images that can come before one is answered
-        self.results = self.memory.results[:, : self.memory.layout.classes]
+        self.logits, self.results = (rows[:, : self.memory.layout.classes] for rows in (self.memory.logits, self.memory.results))
         engine.pin(self.memory.pixels)
         for name in ("name", "precision", "why", "transfer"):
             self.row[{"name": "engine"}.get(name, name)] = getattr(engine, name).encode()[:400]
@@ -207,7 +207,8 @@ class Worker:
         self.memory.taken_at[batch] = time.monotonic()
         error: Exception | None = None
         try:
-            self.results[batch] = self._run(lane, len(batch), alone)  # out of the lane, before anybody may use that again
+            # Out of the lane, before anybody may use that again.
+            self.logits[batch], self.results[batch] = self._run(lane, len(batch), alone)
         except Exception as caught:
             error, self.doubtful = caught, True
         finally:
@@ -226,9 +227,9 @@ class Worker:
             log.error("a batch of %d failed", len(batch), exc_info=error)
             self._answer(batch, FAILED, Failure.INTERNAL)
 
-    def _run(self, lane: Lane, count: int, alone: bool) -> Probabilities:
+    def _run(self, lane: Lane, count: int, alone: bool) -> Scores:
         """Run a lane's images; where they do not fit into the device's memory at once, in parts."""
-        found: list[Probabilities] = []
+        found: list[Scores] = []
         start = 0
         while start < count:
             size = min(count - start, self.engine.largest)
@@ -243,7 +244,7 @@ class Worker:
                 return part
             found.append(part.copy())
             start += size
-        return np.concatenate(found)
+        return joined(found)
 
     def _lower(self, size: int, error: Exception) -> None:
         with self.books:

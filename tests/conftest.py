@@ -34,7 +34,7 @@ COLOURS = list(itertools.product(_LEVELS, _LEVELS, _LEVELS))  # 64 of them
 _TINY = Preprocessing(resize=32, crop=32, interpolation="bilinear", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 
 
-def make_tiny(path: Path, *, labels: int = 10) -> Path:
+def make_tiny(path: Path, *, labels: int = 10, temperature: float = 1.0) -> Path:
     """A checkpoint of 0.4 MB for 32 x 32 pixels, untrained, whose head is scaled so that it tells the 64 COLOURS apart."""
     torch.manual_seed(0)
     model = architectures.build("timm:test_efficientnet", num_classes=labels, image_size=32)
@@ -56,6 +56,7 @@ def make_tiny(path: Path, *, labels: int = 10) -> Path:
         preprocessing=_TINY,
         golden_pixels=pixels[::4].contiguous(),
         origin={"data": "none"},
+        temperature=temperature,
     )
     return path
 

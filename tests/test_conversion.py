@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +29,13 @@ def converted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_it_gives_the_models_probabilities_for_pixels_in_any_number(converted: Path, tiny: Path, count: int) -> None:
+def test_it_gives_the_models_logits_and_probabilities_for_pixels_in_any_number(converted: Path, tiny: Path, count: int) -> None:
     golden = checkpoint.read_golden(tiny)
     compiled = openvino.Core().compile_model(converted, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1})
-    found = compiled([golden.pixels[:count]])[0]
-    np.testing.assert_allclose(found, golden.probabilities[:count], rtol=0, atol=1e-5)
-    assert found.dtype == np.float32
+    logits, probabilities = compiled([golden.pixels[:count]]).to_tuple()
+    np.testing.assert_allclose(logits, golden.logits[:count], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(probabilities, golden.probabilities[:count], rtol=0, atol=1e-5)
+    assert logits.dtype == probabilities.dtype == np.float32
 
 
 def test_it_is_made_once_and_found_without_torch(converted: Path, tiny: Path) -> None:
@@ -69,6 +71,16 @@ def test_what_decides_the_conversion_decides_its_place(tiny: Path, tmp_path: Pat
     header = checkpoint.read_header(tiny)
     others = [replace(header, version="0123456789ab"), replace(header, architecture="timm:test_resnet")]
     assert len({conversion.folder_of(each, tmp_path) for each in (header, *others)}) == 3
+
+
+def test_a_conversion_in_an_older_form_is_not_used(converted: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_FORM", 1)  # it gave probabilities only
+        older = conversion.folder_of(checkpoint.read_header(tiny), tmp_path)
+    older.mkdir()
+    (older / "model.xml").touch()
+    monkeypatch.setattr(conversion, "_convert_in_a_child", lambda _, folder: shutil.copytree(converted.parent, folder))
+    assert ensure(tiny, tmp_path).read_bytes() == converted.read_bytes()
 
 
 def test_an_interrupted_conversion_leaves_nothing_that_counts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

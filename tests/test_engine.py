@@ -1,11 +1,11 @@
-"""Both engines give the model's probabilities, or refuse to give any; the batches that they like."""
+"""Both engines give the model's logits and probabilities, or refuse to give any; the batches that they like."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from models import architectures, checkpoint
 from models.checkpoint import BOUNDS, Bounds, Checkpoint, FidelityError, fidelity
 from models.export import logits
 from service import conversion
-from service.engine import Engine, Probabilities, batch_sizes
+from service.engine import Engine, Logits, Probabilities, Scores, batch_sizes, joined
 from service.openvino_engine import OpenVinoEngine, _computes
 from service.torch_engine import TorchEngine
+from tests.conftest import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,26 @@ def with_sizes(engine: Engine, *sizes: int) -> None:
 
 
 def expected(found: Checkpoint) -> Probabilities:
-    probabilities: Probabilities = logits(found.model, found.header.preprocessing, found.golden_pixels).softmax(1).numpy()
+    probabilities: Probabilities = (torch.from_numpy(expected_logits(found)) / found.header.temperature).softmax(1).numpy()
     return probabilities
+
+
+def expected_logits(found: Checkpoint) -> Logits:
+    result: Logits = logits(found.model, found.header.preprocessing, found.golden_pixels).numpy()
+    return result
+
+
+def assert_exact(found: Scores, of: Checkpoint, rows: Sequence[int] | slice) -> None:
+    """As only float32 gives them."""
+    np.testing.assert_allclose(found.logits, expected_logits(of)[rows], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found.probabilities, expected(of)[rows], rtol=0, atol=1e-5)
+
+
+def assert_consistent(found: Scores, temperature: float) -> None:
+    """The probabilities are a softmax of these very logits, made in float32 whatever the model computes in."""
+    assert found.logits.dtype == found.probabilities.dtype == np.float32
+    softmax = (torch.from_numpy(found.logits).double() / temperature).softmax(1)
+    np.testing.assert_allclose(found.probabilities, softmax, rtol=0, atol=1e-6)
 
 
 def altered(found: Checkpoint, layer: str) -> Checkpoint:
@@ -103,11 +122,6 @@ def test_openvino_refuses_it_too(lite0: Checkpoint, default_checkpoint: Path, ca
         in_openvino(default_checkpoint, cache)
 
 
-def expected_logits(found: Checkpoint) -> Probabilities:
-    result: Probabilities = logits(found.model, found.header.preprocessing, found.golden_pixels).numpy()
-    return result
-
-
 def test_the_default_checkpoint_is_served_in_the_fastest_precision(lite0: Checkpoint, default_checkpoint: Path, cache: Path) -> None:
     fastest = architectures.fastest_precision(torch.device("cpu"))
     engines = {"torch": in_torch(lite0), "OpenVINO, 2 lanes of 1 thread": in_openvino(default_checkpoint, cache)}
@@ -118,10 +132,10 @@ def test_the_default_checkpoint_is_served_in_the_fastest_precision(lite0: Checkp
         assert engine.golden_check()[0]
 
 
-def test_openvinos_probabilities_add_up_as_only_float32_does(default_checkpoint: Path, cache: Path) -> None:
+def test_openvinos_softmax_is_in_float32(default_checkpoint: Path, cache: Path) -> None:
     found = in_openvino(default_checkpoint, cache).classify(checkpoint.read_golden(default_checkpoint).pixels)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found.sum(1), 1, rtol=0, atol=1e-5)  # in bf16 a sum would be off by 0.002
+    assert_consistent(found, 1.0)
+    np.testing.assert_allclose(found.probabilities.sum(1), 1, rtol=0, atol=1e-5)  # in bf16 a sum would be off by 0.002
 
 
 def test_openvino_is_exact_in_float32_by_every_lane_and_all_together(tiny: Path, tiny_checkpoint: Checkpoint, cache: Path) -> None:
@@ -130,7 +144,7 @@ def test_openvino_is_exact_in_float32_by_every_lane_and_all_together(tiny: Path,
     for lane in engine.lanes:
         for alone in (False, True):
             lane.put(0, tiny_checkpoint.golden_pixels[5].numpy())
-            np.testing.assert_allclose(lane.run(0, 1, alone=alone)[0], expected(tiny_checkpoint)[5], rtol=0, atol=1e-5)
+            assert_exact(lane.run(0, 1, alone=alone), tiny_checkpoint, [5])
 
 
 def test_a_precision_that_this_cpu_lacks_is_not_claimed(tiny: Path, cache: Path) -> None:
@@ -157,7 +171,7 @@ def test_a_half_precision_that_misses_falls_back_and_says_so(
     assert found.why.split("; ")[2].startswith("fp32 reproduces the golden samples")
     assert ["falling back to bf16" in caplog.messages[0], "falling back to fp32" in caplog.messages[1]] == [True, True]
     # And the rounding of the ones that missed has not stayed in the weights.
-    np.testing.assert_allclose(found.classify(found.golden.pixels), expected(tiny_checkpoint), rtol=0, atol=1e-5)
+    assert_exact(found.classify(found.golden.pixels), tiny_checkpoint, slice(None))
 
 
 def test_openvino_falls_back_to_float32_when_bf16_misses(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,11 +233,24 @@ def test_the_engine_leaves_the_checkpoint_as_it_was(tiny_checkpoint: Checkpoint)
     assert all(after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_the_temperature_is_applied(tiny_checkpoint: Checkpoint) -> None:
-    cooler = replace(tiny_checkpoint, header=replace(tiny_checkpoint.header, temperature=2.5))
-    found = in_torch(cooler, precision="fp32").classify(cooler.golden.pixels)
-    np.testing.assert_allclose(found, (cooler.golden_logits / 2.5).softmax(1), rtol=0, atol=1e-4)
-    assert np.abs(found - expected(tiny_checkpoint)).max() > 0.05
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("calibrated") / "calibrated.safetensors", temperature=2.5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("build", ["torch", "openvino"])
+def test_the_temperature_divides_the_logits_of_the_probabilities_only(calibrated: Path, cache: Path, build: str, precision: str) -> None:
+    loaded = checkpoint.load(calibrated)
+    engine: Engine = in_torch(loaded, precision=precision) if build == "torch" else in_openvino(calibrated, cache, precision=precision)
+    with_sizes(engine, 1, 4)
+    found = engine.classify(engine.golden.pixels[:7])  # a batch of four, and one of three that is padded
+    assert_consistent(found, 2.5)
+    if engine.precision == "fp32":
+        assert_exact(found, loaded, slice(7))
+    else:
+        np.testing.assert_allclose(found.logits, expected_logits(loaded)[:7], rtol=0, atol=0.3)
+    assert np.abs(found.probabilities - torch.from_numpy(found.logits).softmax(1).numpy()).max() > 0.05
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with it")
@@ -235,7 +262,9 @@ def test_a_compiled_model_gives_the_same_and_is_kept(tiny_checkpoint: Checkpoint
     engine = in_torch(loaded, precision="fp32", compiled=True, cache_dir=tmp_path, max_batch_size=2)
     assert engine.why.startswith("torch, compiled: fp32 reproduces")
     assert engine.warm_next()
-    np.testing.assert_allclose(engine.classify(engine.golden.pixels), outcome.softmax(1), rtol=0, atol=1e-5)
+    found = engine.classify(engine.golden.pixels)
+    np.testing.assert_allclose(found.logits, outcome, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found.probabilities, outcome.softmax(1), rtol=0, atol=1e-5)
     assert any((tmp_path / "torch").iterdir())
 
 
@@ -281,8 +310,12 @@ def test_a_size_that_misses_the_golden_samples_is_not_used(
     tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = in_torch(tiny_checkpoint, precision="fp32", max_batch_size=8)
-    forward = engine.probabilities
-    monkeypatch.setattr(engine, "probabilities", lambda pixels: forward(pixels).flip(1) if len(pixels) == 4 else forward(pixels))
+    forward = engine.scores
+
+    def flipped(pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(found.flip(1) if len(pixels) == 4 else found for found in forward(pixels))
+
+    monkeypatch.setattr(engine, "scores", flipped)
     assert [engine.warm_next(), engine.warm_next()] == [True, False]
     assert engine.largest == 2
     assert "batches of 4 are not used, they miss the golden samples: 4 of 4 labels differ" in caplog.text
@@ -290,14 +323,14 @@ def test_a_size_that_misses_the_golden_samples_is_not_used(
 
 def test_a_size_that_does_not_fit_is_not_used(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = in_torch(tiny_checkpoint, precision="fp32", max_batch_size=8)
-    forward = engine.probabilities
+    forward = engine.scores
 
-    def small(pixels: torch.Tensor) -> torch.Tensor:
+    def small(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if len(pixels) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(pixels)
 
-    monkeypatch.setattr(engine, "probabilities", small)
+    monkeypatch.setattr(engine, "scores", small)
     warm(engine)
     assert engine.sizes == [1, 2]
     assert engine.lower(2) == 1
@@ -313,8 +346,8 @@ def test_the_right_rows_come_back_in_the_right_order(tiny: Path, tiny_checkpoint
     rows = [(5 * place + 3) % 16 for place in range(count)]  # not in order, and with repeats
     for _ in range(3):
         answers = engine.classify(engine.golden.pixels[rows])
-        assert answers.shape == (count, 10)
-        np.testing.assert_allclose(answers, expected(tiny_checkpoint)[rows], rtol=0, atol=1e-5)
+        assert answers.logits.shape == answers.probabilities.shape == (count, 10)
+        assert_exact(answers, tiny_checkpoint, rows)
         engine.warm_next()
 
 
@@ -329,9 +362,10 @@ def test_neither_padding_nor_neighbours_change_an_answer(tiny: Path, tiny_checkp
         for place in range(3):
             lane.put(2 + place, engine.golden.pixels[3 + place])
         found = lane.run(2, 3)  # padded up to 8, from the middle of the lane
-        good, figures = fidelity(found, alone, BOUNDS[engine.precision])
+        good, figures = fidelity(found.probabilities, alone.probabilities, BOUNDS[engine.precision])
         assert good, figures
-        np.testing.assert_array_equal(found.argmax(1), alone.argmax(1))
+        np.testing.assert_array_equal(found.probabilities.argmax(1), alone.probabilities.argmax(1))
+        assert_consistent(found, 1.0)
 
 
 def test_a_batch_run_in_parts_has_room_for_the_padding_of_the_last(tiny: Path, tiny_checkpoint: Checkpoint, cache: Path) -> None:
@@ -342,8 +376,8 @@ def test_a_batch_run_in_parts_has_room_for_the_padding_of_the_last(tiny: Path, t
         with_sizes(engine, 1, 4)
         for place in range(6):
             engine.lanes[0].put(place, engine.golden.pixels[place])
-        found = np.concatenate([engine.lanes[0].run(0, 4).copy(), engine.lanes[0].run(4, 2)])
-        np.testing.assert_allclose(found, expected(tiny_checkpoint)[:6], rtol=0, atol=1e-5)
+        found = joined([engine.lanes[0].run(0, 4).copy(), engine.lanes[0].run(4, 2)])
+        assert_exact(found, tiny_checkpoint, slice(6))
 
 
 def spoil_xml(model: Path) -> None:
@@ -404,6 +438,8 @@ def test_a_gpu_agrees_with_the_golden_samples_from_pinned_slots(default_checkpoi
     warm(engine)
     assert engine.largest == 32
     assert sorted(engine._graphs) == list(batch_sizes(32))
-    good, figures = fidelity(engine.classify(slots), engine.golden.probabilities, BOUNDS[engine.precision])
+    found = engine.classify(slots)
+    good, figures = fidelity(found.probabilities, engine.golden.probabilities, BOUNDS[engine.precision])
     assert good, figures
+    assert_consistent(found, 1.0)
     assert engine.transfer == "pinned slots"

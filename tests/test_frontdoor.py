@@ -49,10 +49,11 @@ class Hall:
         return await asyncio.wait_for(self.handed_over.get(), 10)
 
     def answer(self, slot: int, state: SlotState = SlotState.DONE, failure: Failure = Failure.NONE) -> None:
-        """Answer as a worker does: probabilities that the pixels of this slot decide."""
+        """Answer as a worker does: logits and probabilities that the pixels of this slot decide."""
         memory = self.memory
         assert memory.state[slot] == SlotState.WAITING
         memory.results[slot, :3] = memory.pixels[slot, 0, 0, 0] / 100
+        memory.logits[slot, :3] = -1.0 * memory.pixels[slot, 0, 0, 0]
         memory.taken_at[slot], memory.done_at[slot], memory.failure[slot] = time.monotonic(), time.monotonic() + 0.25, failure
         memory.state[slot] = state
         self.pipe.send([slot])
@@ -118,6 +119,8 @@ def test_each_request_gets_the_answer_of_its_own_image() -> None:
         for request, value in zip(requests, (10, 20), strict=True):
             answer = await request
             np.testing.assert_allclose(answer.probabilities, [value / 100] * 3)
+            np.testing.assert_array_equal(answer.logits, [-value] * 3)
+            assert answer.logits.dtype == answer.probabilities.dtype == np.float32
             assert answer.decode_s >= 0
             assert answer.queue_s >= 0
             assert answer.forward_s == pytest.approx(0.25, abs=0.1)
@@ -133,8 +136,9 @@ def test_an_answer_is_a_copy_that_the_next_request_does_not_change() -> None:
         kept = await first
         second = hall.request(20)
         hall.answer(await hall.next())
-        assert (await second).probabilities[0] == np.float32(0.2)
-        assert kept.probabilities[0] == np.float32(0.1)
+        later = await second
+        assert (later.logits[0], later.probabilities[0]) == (-20, np.float32(0.2))
+        assert (kept.logits[0], kept.probabilities[0]) == (-10, np.float32(0.1))
 
     on_a_loop(test, slots=1)
 

@@ -223,8 +223,8 @@ def test_what_needs_cuda_runs(make_subject: Callable[..., Subject], monkeypatch:
     assert all(value > 0 for row in rows["copies"] for key, value in row.items() if key != "from")
     assert subject.need()._pinned
     engine = subject.need()
-    engine._graphs = dict.fromkeys(engine.warm, engine.probabilities)  # type: ignore[arg-type]
-    setattr(engine, "probabilities", lambda pixels: engine.replay(pixels))  # noqa: B010  # as lanes on a GPU do
+    engine._graphs = dict.fromkeys(engine.warm, engine.scores)  # type: ignore[arg-type]
+    setattr(engine, "scores", lambda pixels: engine.replay(pixels))  # noqa: B010  # as lanes on a GPU do
     gpu_parts.overlap(subject, rows["overlap"])
     (row,) = rows["overlap"]
     assert row["batches"] >= 2

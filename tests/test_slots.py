@@ -32,6 +32,7 @@ def change(memory: Memory, pipe: WakePipe) -> None:
     """What another process does to the memory."""
     memory.pixels[5, 2, 2, 2] = 200
     memory.results[5, 1499] = 0.25
+    memory.logits[5, 1499] = -7
     memory.state[5] = SlotState.DONE
     memory.done_at[5] = 1e9
     memory.workers[1]["reason"] = b"because"
@@ -51,7 +52,7 @@ def test_another_process_has_the_same_memory() -> None:
         assert process.exitcode == 0
         assert pipe.receive() == [77, STOP]
         assert memory.pixels[5, 2, 2, 2] == 200
-        assert memory.results[5, 1499] == 0.25
+        assert (memory.results[5, 1499], memory.logits[5, 1499]) == (0.25, -7)
         assert (memory.state[5], memory.done_at[5]) == (SlotState.DONE, 1e9)
         assert memory.workers[1]["reason"] == b"because"
         assert (memory.doors[2]["pid"], memory.server["draining"][0]) == (process.pid, 1)
@@ -61,7 +62,7 @@ def test_no_part_overlaps_another() -> None:
     memory = Memory(LAYOUT)
     with closing(memory):
         columns = ("state", "worker", "generation", "attempt", "failure", "model", "waiting_since", "taken_at", "done_at", "deadline")
-        parts = [getattr(memory, name) for name in ("pixels", "results", *columns)]
+        parts = [getattr(memory, name) for name in ("pixels", "results", "logits", *columns)]
         parts += [table[field] for table in (memory.workers, memory.doors, memory.server) for field in table.dtype.fields or ()]
         for value, part in enumerate(parts, 1):
             part[...] = str(value) if part.dtype.kind == "S" else value
@@ -73,12 +74,12 @@ def test_the_parts_have_the_sizes_of_the_layout() -> None:
     memory = Memory(LAYOUT)
     with closing(memory):
         assert memory.pixels.shape == (6, 40, 40, 3)
-        assert memory.results.shape == (6, 1500)
+        assert memory.results.shape == memory.logits.shape == (6, 1500)
         assert (len(memory.state), len(memory.workers), len(memory.doors)) == (6, 2, 3)
         assert (memory.state == SlotState.FREE).all()  # and new memory is all zero
     few = Memory(Layout(slots=1, crop=1, classes=2, workers=1, doors=1))
     with closing(few):
-        assert few.results.shape == (1, 1024)  # room for a model with more classes, swapped in later
+        assert few.results.shape == few.logits.shape == (1, 1024)  # room for a model with more classes, swapped in later
 
 
 def test_slots_are_shared_out_and_owned_alike() -> None:

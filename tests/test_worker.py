@@ -17,7 +17,7 @@ import pytest
 
 from models import checkpoint
 from models.checkpoint import Golden
-from service.engine import Engine, Lane, Pixels, Probabilities
+from service.engine import Engine, Lane, Pixels, Scores
 from service.slots import STOP, Failure, Layout, Memory, SlotState, WakePipe
 from service.torch_engine import TorchEngine
 from service.worker import Worker, WorkerOptions
@@ -66,7 +66,6 @@ class Room:
         self.worker = Worker(options, 1, engine)
         self.worker.cold = False
         self.lane = engine.lanes[0]
-        self.expected = self.golden.probabilities
 
     def step(self) -> bool:
         return self.worker.step(self.lane)
@@ -90,7 +89,8 @@ class Room:
 
     def assert_right(self, slot: int) -> None:
         assert self.outcome(slot) == (SlotState.DONE, Failure.NONE)
-        np.testing.assert_allclose(self.memory.results[slot, :10], self.expected[slot % 16], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(self.memory.results[slot, :10], self.golden.probabilities[slot % 16], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(self.memory.logits[slot, :10], self.golden.logits[slot % 16], rtol=0, atol=1e-4)
 
     def close(self) -> None:
         os.close(self.worker.freed)
@@ -115,7 +115,7 @@ def make_room(tiny: Path) -> Iterator[Callable[..., Room]]:
 MakeRoom = Callable[..., Room]
 
 
-def test_a_slot_handed_over_is_answered_with_its_probabilities(make_room: MakeRoom) -> None:
+def test_a_slot_handed_over_is_answered_with_its_logits_and_probabilities(make_room: MakeRoom) -> None:
     room, begun = make_room(), time.monotonic()
     room.hand_over(5)
     room.step()
@@ -168,6 +168,7 @@ def test_a_number_whose_row_does_not_mean_this_worker_is_ignored(make_room: Make
     room.step()
     assert room.memory.state[4] == changes.get("state", SlotState.WAITING)
     assert not room.memory.results[4].any()
+    assert not room.memory.logits[4].any()
     assert room.doors[0].receive() == [6]
     room.assert_right(6)
 
@@ -204,10 +205,10 @@ def test_a_forward_that_raises_fails_its_batch_and_the_worker_lives(make_room: M
 class Once:
     """Remembers its calls, and raises the error, if any, at the first."""
 
-    def __init__(self, error: Exception | None, then: Callable[..., Probabilities]) -> None:
+    def __init__(self, error: Exception | None, then: Callable[..., Scores]) -> None:
         self.error, self.then, self.calls = error, then, list[int]()
 
-    def __call__(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
+    def __call__(self, first: int, count: int, *, alone: bool = False) -> Scores:
         self.calls.append(count)
         if len(self.calls) == 1 and self.error:
             raise self.error
@@ -218,10 +219,10 @@ class Once:
 def test_a_worker_that_cannot_do_its_golden_samples_any_more_ends(make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     room = make_room()
 
-    def broken(first: int, count: int, *, alone: bool = False) -> Probabilities:
+    def broken(first: int, count: int, *, alone: bool = False) -> Scores:
         if how == "raises":
             raise RuntimeError("an illegal memory access was encountered")
-        return np.full((count, 10), 0.1, np.float32)
+        return Scores(np.zeros((count, 10), np.float32), np.full((count, 10), 0.1, np.float32))
 
     monkeypatch.setattr(room.lane, "run", Once(RuntimeError("an illegal memory access was encountered"), broken))
     room.hand_over(1)
@@ -381,13 +382,14 @@ class StubLane(Lane):
         self.images[place] = pixels
         self.engine.events.put(("put", place))
 
-    def run(self, first: int, count: int, *, alone: bool = False) -> Probabilities:
-        """The first value of each image tells its answer, when the test lets it."""
+    def run(self, first: int, count: int, *, alone: bool = False) -> Scores:
+        """The first value of each image is its probabilities, and one less its logits, when the test lets it."""
         self.engine.events.put(("run", count))
         if count > self.engine.memory:
             raise MemoryError(f"no room for {count}")
         assert self.engine.go_on.acquire(timeout=30)
-        return np.stack([self.images[first + place, 0, 0, :1].repeat(10) for place in range(count)]).astype(np.float32)
+        found = np.stack([self.images[first + place, 0, 0, :1].repeat(10) for place in range(count)]).astype(np.float32)
+        return Scores(found - 1, found)
 
 
 class StubEngine(Engine):
@@ -436,6 +438,7 @@ def values(room: Room, *slots: int) -> None:
     for slot in slots:
         assert room.outcome(slot) == (SlotState.DONE, Failure.NONE)
         assert (room.memory.results[slot, :10] == room.memory.pixels[slot, 0, 0, 0]).all()
+        assert (room.memory.logits[slot, :10] + 1 == room.memory.pixels[slot, 0, 0, 0]).all()
 
 
 def wait_for_answers(door: WakePipe, count: int) -> list[int]:
