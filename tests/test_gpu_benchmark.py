@@ -25,6 +25,7 @@ from benchmarks.gpu_parts import SMOKE, Scale, Subject
 from benchmarks.gpu_report import Budget, Report, Row, Skipped, TimeUp
 from benchmarks.load import ROOT
 from models.checkpoint import read_golden
+from service.engine import Scores
 
 QUICK = Scale((1, 4), 2, 0.02, 1, (2,))
 
@@ -148,7 +149,12 @@ def test_both_pipelines_answer_rightly_and_notice_what_is_wrong(
         assert found["images_per_s"] > 10
         assert (found["wrong"], found["failed"], found["mean batch"]) == (0, 0, size)
     run = engine.lanes[0].run
-    setattr(engine.lanes[0], "run", lambda *given, **more: run(*given, **more)[::-1])  # noqa: B010  # mypy: a method
+
+    def backwards(first: int, count: int, *, alone: bool = False) -> Scores:
+        found = run(first, count, alone=alone)
+        return Scores(found.logits[::-1], found.probabilities[::-1])
+
+    setattr(engine.lanes[0], "run", backwards)  # noqa: B010  # mypy: a method
     assert subject.pipeline.sample(4, 0.05)["wrong"] > 0
     subject.release()
     assert subject.engine is None
