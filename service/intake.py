@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import TypeVar
@@ -28,28 +28,35 @@ _FEW = 16  # labels that are found sooner one by one than by sorting a thousand
 T = TypeVar("T")
 
 
+class Keys:
+    """The accepted keys: several, so that one can be replaced by another while both are good. None: open to everyone."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def require(self, headers: Mapping[str, str]) -> None:
+        """Raises ApiError unauthorized where there is a key and the request has none of them."""
+        if not self._digests:
+            return
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), credentials.strip() if scheme.lower() == "bearer" else ""]
+        # Every key is compared, each in constant time: the answer's delay says nothing about them, nor about their lengths.
+        if not any([hmac.compare_digest(_digest(one.encode("latin-1")), key) for one in given for key in self._digests]):
+            raise ApiError("unauthorized", "send a valid key as `X-API-Key: KEY` or `Authorization: Bearer KEY`")
+
+
 class Intake:
     """One in each front-door process, where routes find it as `request.app.state.intake`."""
 
     def __init__(self, settings: Settings, header: Header, front_door: FrontDoor) -> None:
         self.settings, self.header, self.front_door = settings, header, front_door
         self.model = Model(name=header.name, version=header.version)
-        self._keys = [_digest(key.encode()) for key in settings.keys]
+        self.keys = Keys(settings.keys)
         self.body_limit = int(settings.max_body_mb * 1e6)
         self.max_pixels = int(settings.max_megapixels * 1e6)
         self.inflight_limit = max(self.body_limit, int(settings.max_inflight_mb * 1e6) // front_door.memory.layout.doors)
         self.inflight = 0  # bytes of request bodies in this process
         self.versions = {name: version(name) for name in ("spyglass", "litserve", "openvino", "torch", "torchvision", "pillow")}
-
-    def require_key(self, request: Request) -> None:
-        """Raises ApiError unauthorized where keys are set and the request has none of them."""
-        if not self._keys:
-            return
-        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-        given = [request.headers.get("x-api-key", ""), credentials.strip() if scheme.lower() == "bearer" else ""]
-        # Every key is compared, each in constant time: the answer's delay says nothing about them, nor about their lengths.
-        if not any([hmac.compare_digest(_digest(one.encode("latin-1")), key) for one in given for key in self._keys]):
-            raise ApiError("unauthorized", "send a valid key as `X-API-Key: KEY` or `Authorization: Bearer KEY`")
 
     def require_alive(self) -> None:
         """Raises ApiError worker_failed where a process has died."""

@@ -100,11 +100,11 @@ INFER_BODY = {
 def document(app: FastAPI, header: Header, *, keyed: bool) -> Document:
     """The whole document. `keyed`: whether keys are set; where none are, nothing needs one."""
     made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    examples = {"model": header.name, "version": header.version}
+    names = {"model": f"the model's name: {header.name}", "version": f"the model's version: {header.version}"}
     for path, operations in made["paths"].items():
         for operation in operations.values():
             operation["parameters"] = operation.get("parameters", []) + [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}, "example": examples[name]}
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}, "description": names[name]}
                 for name in re.findall(r"{(\w+)}", path)
             ]
             for media in operation.get("requestBody", {}).get("content", {}).values():
@@ -117,6 +117,9 @@ def document(app: FastAPI, header: Header, *, keyed: bool) -> Document:
                 operation["security"] = [{name: []} for name in _KEYS]
             for status, answer in answers.items():
                 answer["headers"] = {"x-request-id": _ID, **({"retry-after": _RETRY_AFTER} if status == "503" else {})}
+    shape = made["components"]["schemas"]["PixelsInput"]["properties"]["shape"]
+    sides = [{"type": "integer", "minimum": 1}, *({"const": side} for side in (header.preprocessing.crop, header.preprocessing.crop, 3))]
+    shape |= {"prefixItems": sides, "items": False}
     if keyed:
         made["components"]["securitySchemes"] = _KEYS
     return made

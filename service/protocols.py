@@ -57,7 +57,7 @@ def _intake(request: Request, *, open_to_all: bool = False) -> Intake:
     """Raises ApiError unauthorized, and model_not_found where the path names another model than the one that is served."""
     intake: Intake = request.app.state.intake
     if not open_to_all:
-        intake.require_key(request)
+        intake.keys.require(request.headers)
     name, version = request.path_params.get("model"), request.path_params.get("version")
     if name not in (None, intake.model.name) or version not in (None, intake.model.version):
         asked = f"{name} in version {version}" if version else name

@@ -47,7 +47,7 @@ async def predict(request: Request) -> Response:
     """
     intake: Intake = request.app.state.intake
     state = request.scope["state"]
-    intake.require_key(request)
+    intake.keys.require(request.headers)
     top_k = intake.top_k(request)
     answer = await intake.classify(request)
     response = PredictResponse(
@@ -77,7 +77,7 @@ async def predict_batch(request: Request) -> Response:
     """
     intake: Intake = request.app.state.intake
     state = request.scope["state"]
-    intake.require_key(request)
+    intake.keys.require(request.headers)
     top_k = intake.top_k(request)
     times = [0.0, 0.0, 0.0]
 
@@ -140,7 +140,7 @@ async def readyz(request: Request) -> Health:
 @router.get("/info", response_model=Info, responses=openapi.errors(401), summary="What is served, and how", tags=["health"])
 async def info(request: Request) -> Info:
     intake: Intake = request.app.state.intake
-    intake.require_key(request)
+    intake.keys.require(request.headers)
     header, settings, memory = intake.header, intake.settings, intake.front_door.memory
     workers = [
         WorkerInfo(

@@ -174,6 +174,9 @@ class Server:
             time.sleep(0.01)
         return self.processes
 
+    def request(self, method: str, path: str, **options: Any) -> requests.Response:
+        return requests.request(method, f"{self.url}{path}", timeout=60, **options)
+
     def post(self, data: bytes, **options: Any) -> requests.Response:
         return requests.post(f"{self.url}/predict", data=data, timeout=60, **options)
 
