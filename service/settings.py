@@ -51,7 +51,7 @@ def _expand(path: Path) -> Path:
 
 
 class Settings(BaseSettings):
-    """What an operator can set. `max_batch_size` is SPYGLASS_MAX_BATCH_SIZE in the environment, --max-batch-size as an argument."""
+    """What an operator can set: SPYGLASS_TOP_K in the environment or --top-k here. `python -m service predict` asks a running server."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_ignore_empty=True, cli_kebab_case=True, cli_prog_name="python -m service", frozen=True, extra="forbid"
@@ -147,6 +147,11 @@ def read(arguments: list[str]) -> Settings:
         raise SettingsError(f"{name}: {first['input']!r} is not allowed: {message}") from None
 
 
+def first_api_key() -> str:
+    """The first of SPYGLASS_API_KEYS in the environment, empty without one: what a client sends."""
+    return next(iter(_split(os.environ.get(f"{PREFIX}API_KEYS", ""))), "")
+
+
 def unknown_variables() -> list[str]:
     """Variables of the environment that look like settings and are none, each with the closest setting."""
     names = {name.upper() for name in Settings.model_fields}
@@ -160,6 +165,11 @@ def unknown_variables() -> list[str]:
     return found
 
 
+def printable(text: str) -> str:
+    """A line that stays one, and says nothing to a terminal: line ends and other unprintable characters are escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class _TextFormatter(logging.Formatter):
     _second, _text = 0, ""
 
@@ -171,8 +181,7 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         # A client chooses paths and ids: their line ends must not begin a line that looks like ours.
-        if not record.message.isprintable():
-            record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        record.message = printable(record.message)
         return super().formatMessage(record)
 
 

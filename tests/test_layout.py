@@ -35,6 +35,7 @@ ORDER = {
     ],
     "service": [
         "settings",
+        "client",
         "machine",
         "schemas",
         "bodies",
