@@ -6,8 +6,10 @@ import email.utils
 import io
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import certifi
 import pytest
 
 from service import client
@@ -344,15 +347,18 @@ def test_as_many_photos_are_in_flight_as_asked_for(photo: str, fake: Callable[..
     assert predict(*[photo] * 6, "--url", fake(wait_for_others).url, "--concurrency", "3") == 0
 
 
-def test_a_line_is_printed_as_soon_as_it_is_its_turn(photo: str, fake: Callable[..., FakeServer]) -> None:
+@pytest.mark.parametrize(("stop", "code", "said"), [(signal.SIGINT, 130, "stopped\n"), (signal.SIGTERM, 143, "")])
+def test_a_line_is_printed_as_soon_as_it_is_its_turn(
+    stop: signal.Signals, code: int, said: str, photo: str, fake: Callable[..., FakeServer]
+) -> None:
     server = fake(answer(), hang)
     command = [sys.executable, "-m", "service", "predict", photo, photo, "--json", "--concurrency", "1", "--url", server.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=EXAMPLES.parent) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert json.loads(process.stdout.readline())["photo"] == photo
-        process.send_signal(signal.SIGINT)  # while the second is waited for
-        assert (process.wait(10), process.stderr.read()) == (130, "stopped\n")
+        process.send_signal(stop)  # while the second is waited for
+        assert (process.wait(10), process.stderr.read()) == (code, said)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(photo: str, fake: Callable[..., FakeServer]) -> None:
@@ -461,6 +467,39 @@ def test_what_speaks_no_http_is_said_to_be_no_server(photo: str, capsys: pytest.
         assert predict(photo, photo, "--concurrency", "1", "--url", f"127.0.0.1:{listener.getsockname()[1]}") == 1
         thread.join()
     assert capsys.readouterr().out.count("is it the server? (SSH-2.0-OpenSSH") == 2
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_certificate_of_ones_own_is_trusted_when_named(
+    tmp_path: Path, photo: str, fake: Callable[..., FakeServer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+        key,
+        "-out",
+        cert,
+    ]
+    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    server = fake(answer())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = server.url.replace("http:", "https:")
+    assert predict(photo, "--url", url) == 1
+    assert f"{url} has a certificate that is not trusted (self-signed certificate); --ca-file PEM" in capsys.readouterr().out
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", certifi.where())  # what is said here comes before the environment
+    assert predict(photo, "--url", url, "--ca-file", cert) == 0
 
 
 # Redirects and answers
