@@ -530,7 +530,6 @@ def test_another_host_gets_no_key(photo: str, fake: Callable[..., FakeServer]) -
         (answer(404, {"detail": "Not Found"}, content_type="application/json"), "404 Not Found, application/json"),
         (answer(200, {"predictions": [{"label": 3}]}, content_type="application/json"), "200 OK, application/json"),
         (answer(200, [], content_type="application/json"), "200 OK, application/json"),
-        (answer(303, b"", location="/login"), "303 See Other, no content type"),
         (answer(302, b"", location="/predict"), "302 Found, no content type"),  # for ever
     ],
 )
@@ -544,6 +543,15 @@ def test_an_answer_that_is_not_the_servers_is_an_error(
         "bad_answer",
         f"{server.url} gave an answer that is not Spyglass's ({what}): is --url right?",
     )
+
+
+def test_a_redirect_to_something_to_get_is_not_followed(
+    photo: str, fake: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = fake(answer(303, b"", location="/login"), answer())
+    assert predict(photo, "--url", server.url) == 1
+    assert "(303 See Other, no content type)" in capsys.readouterr().out
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "http://[", "http://a..b/"])
