@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _url(text: str) -> str:
-    url = (text if "://" in text else f"http://{text}").rstrip("/")
+    url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/predict")
     try:
         parts = urlsplit(url)
         (parts.hostname or "").encode("idna")

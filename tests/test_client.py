@@ -266,7 +266,13 @@ def test_a_key_that_no_header_can_hold_is_refused_unseen(
 
 @pytest.mark.parametrize(
     ("given", "url"),
-    [("host", "http://host"), ("host:1/", "http://host:1"), ("https://h/a/b/", "https://h/a/b"), ("[::1]:80", "http://[::1]:80")],
+    [
+        ("host", "http://host"),
+        ("host:1/", "http://host:1"),
+        ("https://h/a/b/", "https://h/a/b"),
+        ("[::1]:80", "http://[::1]:80"),
+        ("http://h:1/predict", "http://h:1"),
+    ],
 )
 def test_an_address_needs_no_scheme_and_may_have_a_path(given: str, url: str) -> None:
     assert client._url(given) == url
