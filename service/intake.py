@@ -90,10 +90,13 @@ class Intake:
 
     async def read_body(self, request: Request, deadline: float) -> bytes:
         """The whole body, decompressed, never more than the limits. The caller takes its length off `inflight` when done with it."""
-        too_large = ApiError("body_too_large", f"the body is over {self.settings.max_body_mb:g} MB; send less at once (max_body_mb)")
+        # Made when it is raised: an error that its own frame holds would hold the body, too, until the garbage collector comes.
+        too_large = partial(
+            ApiError, "body_too_large", f"the body is over {self.settings.max_body_mb:g} MB; send less at once (max_body_mb)"
+        )
         declared = request.headers.get("content-length", "").lstrip("0")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self.body_limit):
-            raise too_large
+            raise too_large()
         inflate = _inflater(request.headers.get("content-encoding"))
         chunks: list[bytes] = []
         size = received = 0
@@ -111,7 +114,7 @@ class Intake:
                     self.inflight += len(chunk)
                     chunks.append(chunk)
                     if max(size, received) > self.body_limit:
-                        raise too_large
+                        raise too_large()
                     if self.inflight > self.inflight_limit:
                         raise ApiError("overloaded", "too many bytes of requests in flight (max_inflight_mb); try again later or slower")
                     if not more:
