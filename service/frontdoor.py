@@ -75,9 +75,11 @@ class FrontDoor:
         self._waiters: deque[asyncio.Future[int]] = deque()
         self._jobs: dict[int, _Job] = {}  # by slot
         self._decoders = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode")
-        # Requests of many images: none takes more than a quarter of the slots at once, nor all together those that single images need.
+        # Requests of many images never hold more than a quarter of the slots, all together: a single image finds one free, and few
+        # before it.
         self._window = max(1, len(self.free) // 4)
-        self._many = asyncio.Semaphore(max(1, 3 * len(self.free) // 4))
+        self._many = asyncio.Semaphore(self._window)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")  # of large bodies, which must not keep decode threads
 
     def start(self, on_stop: Callable[[], None]) -> None:
         """Begin to listen to workers, and to the parent, whose word to stop calls `on_stop`."""
@@ -86,10 +88,14 @@ class FrontDoor:
 
     def close(self) -> None:
         self._loop.remove_reader(self.pipe.reader)
-        self._decoders.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._decoders, self._reader):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], deadline: float, gone: asyncio.Future[Any]) -> T:
-        """`work` in a decode thread, unless it is too late for it. Raises what it raises, ApiError deadline_exceeded and ClientGone."""
+        """`work` in a thread beside those that decode, unless it is too late for it.
+
+        Raises what it raises, ApiError deadline_exceeded and ClientGone.
+        """
 
         def in_time() -> T:
             if gone.done():
@@ -98,7 +104,7 @@ class FrontDoor:
                 raise _LATE()
             return work()
 
-        return await self._loop.run_in_executor(self._decoders, in_time)
+        return await self._loop.run_in_executor(self._reader, in_time)
 
     async def classify_many(
         self, fills: Sequence[Fill | Refusal], deadline: float, gone: asyncio.Future[Any], then: Callable[[Answer], T]

@@ -138,7 +138,7 @@ class Intake:
     async def classify_many(
         self, request: Request, read: Callable[[bytes], Sequence[Fill | Refusal]], then: Callable[[Answer], T]
     ) -> list[T | Refusal]:
-        """The images that `read`, in a decode thread, finds in the body; `then` turns each answer into what is kept of it.
+        """The images that `read`, beside the event loop, finds in the body; `then` turns each answer into what is kept of it.
 
         Raises what `read` raises, ApiError and ClientGone; but where no image was answered, for reasons of the server's, the first.
         """

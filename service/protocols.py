@@ -149,7 +149,7 @@ async def infer(request: Request) -> Response:
 
 
 class _Inference:
-    """One inference: the request out of a body, the response out of answers. Both run in a decode thread."""
+    """One inference: the request out of a body, the response out of answers. Both run beside the event loop."""
 
     def __init__(self, intake: Intake, header_length: str | None) -> None:
         self.intake, self.header_length = intake, header_length

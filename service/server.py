@@ -105,7 +105,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         cores = share(available_cpus(), len(self.places), None if settings.api_servers == "auto" else int(settings.api_servers))
         doors = cores.api_servers
         self.decode_threads = cores.decode_threads if settings.decode_threads == "auto" else int(settings.decode_threads)
-        in_flight = int(settings.slots) if settings.slots != "auto" else max(128, 4 * settings.max_batch_size * len(self.places))
+        # On a GPU a quarter of them, which is what large requests may have, keeps both lanes busy.
+        enough = max(128, (8 if cuda else 4) * settings.max_batch_size * len(self.places))
+        in_flight = int(settings.slots) if settings.slots != "auto" else enough
         self.layout = Layout(
             slots=-(-max(in_flight, doors) // doors) * doors,
             crop=self.header.preprocessing.crop,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.images import ImageError
 from service.frontdoor import Answer, ClientGone, FrontDoor, Pixels
 from service.schemas import ApiError
 from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState, WakePipe
@@ -427,3 +428,107 @@ def test_a_request_that_gives_up_before_its_decoding_lets_go_of_its_body() -> No
         door.close()
 
     asyncio.run(run())
+
+
+def filling(value: int) -> Callable[[Pixels], None]:
+    return lambda pixels: pixels.fill(value)
+
+
+def test_several_requests_of_many_images_hold_a_quarter_of_the_slots_together_and_take_turns() -> None:
+    async def test(hall: Hall) -> None:
+        def many(first: int) -> asyncio.Task[Any]:
+            fills = [filling(value) for value in range(first, first + 40)]
+            return asyncio.ensure_future(
+                hall.door.classify_many(fills, time.monotonic() + 30, hall.gone, lambda answer: round(float(answer.probabilities[0]) * 100))
+            )
+
+        requests, order = [many(0), many(100)], []
+        for _ in range(80):
+            slot = await hall.next()
+            order.append(int(hall.memory.pixels[slot, 0, 0, 0]))
+            assert len(hall.door.free) >= 6  # of 8
+            hall.answer(slot)
+        assert await requests[0] == list(range(40))
+        assert await requests[1] == list(range(100, 140))
+        assert any(value >= 100 for value in order[:10])  # the second has not waited for the first
+        single = hall.request(7)
+        hall.answer(await hall.next())
+        assert (await single).probabilities[0] == np.float32(0.07)
+        await hall.free(8)
+
+    on_a_loop(test, slots=8)
+
+
+def test_among_many_images_each_refusal_stands_in_its_place() -> None:
+    async def test(hall: Hall) -> None:
+        def broken(pixels: Pixels) -> None:
+            raise ImageError("image_corrupt", "broken")
+
+        fills: list[Any] = [filling(1), broken, ApiError("bad_request", "no base64"), filling(2), filling(3)]
+        request = asyncio.ensure_future(
+            hall.door.classify_many(fills, time.monotonic() + 30, hall.gone, lambda answer: float(answer.probabilities[0]))
+        )
+        hall.answer(await hall.next())
+        hall.answer(await hall.next(), SlotState.FAILED, Failure.INTERNAL)
+        hall.answer(await hall.next())
+        found = await request
+        assert [getattr(one, "code", one) for one in found] == [
+            pytest.approx(0.01),
+            "image_corrupt",
+            "bad_request",
+            "internal",
+            pytest.approx(0.03),
+        ]
+        await hall.free()
+
+    on_a_loop(test)
+
+
+def test_when_time_ends_among_many_images_what_was_answered_stays() -> None:
+    async def test(hall: Hall) -> None:
+        fills = [filling(value) for value in range(1, 5)]
+        request = asyncio.ensure_future(
+            hall.door.classify_many(fills, time.monotonic() + 0.3, hall.gone, lambda answer: float(answer.probabilities[0]))
+        )
+        hall.answer(await hall.next())
+        late = await hall.next()  # which no worker answers in time
+        found = await request
+        assert found[0] == pytest.approx(0.01)
+        assert [getattr(one, "code", one) for one in found[1:]] == ["deadline_exceeded"] * 3
+        hall.answer(late)
+        await hall.free()
+
+    on_a_loop(test)
+
+
+def test_a_client_that_leaves_among_many_images_ends_them_all() -> None:
+    async def test(hall: Hall) -> None:
+        fills = [filling(value) for value in range(1, 50)]
+        request = asyncio.ensure_future(hall.door.classify_many(fills, time.monotonic() + 30, hall.gone, lambda answer: answer))
+        slot = await hall.next()
+        hall.gone.set_result(None)
+        with pytest.raises(ClientGone):
+            await request
+        hall.answer(slot)
+        await hall.free()
+        assert hall.handed_over.empty()
+        with pytest.raises(ClientGone):
+            await hall.door.run(lambda: None, time.monotonic() + 30, hall.gone)
+
+    on_a_loop(test)
+
+
+def test_what_runs_beside_the_loop_leaves_decode_threads_alone_and_does_not_begin_too_late() -> None:
+    async def test(hall: Hall) -> None:
+        may_return = threading.Event()
+        reading = asyncio.ensure_future(hall.door.run(lambda: may_return.wait(10), time.monotonic() + 30, hall.gone))
+        single = hall.request(5)
+        hall.answer(await hall.next())  # decoded meanwhile, by the only decode thread
+        await single
+        may_return.set()
+        assert await reading is True
+        with pytest.raises(ApiError) as caught:
+            await hall.door.run(lambda: None, time.monotonic() - 1, hall.gone)
+        assert caught.value.code == "deadline_exceeded"
+
+    on_a_loop(test, decode_threads=1)

@@ -471,6 +471,8 @@ def test_cross_origin_answers_and_errors_are_readable_by_the_allowed_page_only(k
     for headers in ({"x-api-key": "alpha"}, {}):
         allowed = keyed.post(encode((1, 2, 3)), headers={**headers, "origin": "https://page.example"})
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+        exposed = allowed.headers["access-control-expose-headers"].lower()
+        assert {"x-request-id", "retry-after", "inference-header-content-length"} == set(exposed.split(", "))
         other = keyed.post(encode((1, 2, 3)), headers={**headers, "origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers
 

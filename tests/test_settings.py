@@ -239,6 +239,23 @@ def test_text_log_lines_are_one_line_each_and_say_when_and_how_bad(capsys: pytes
     assert second.endswith(" WARNING MainProcess: ours")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--api-keys", "good, se\ncret"], "api_keys: key number 2 holds a character that no header can carry"),
+        (["--api-keys", "se\udcffcret"], "api_keys: key number 1 holds"),
+        (["--cors-origins", "https://a.example, b.example"], "cors_origins: 'b.example' is not allowed"),
+        (["--cors-origins", "https://a.example/page"], "cors_origins: 'https://a.example/page' is not allowed"),
+    ],
+)
+def test_a_wrong_key_or_origin_is_refused_and_no_key_shown(arguments: list[str], says: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read(arguments)
+    assert says in str(caught.value)
+    assert "cret" not in str(caught.value)
+    assert read(["--cors-origins", "*"]).origins == ("*",)
+
+
 @pytest.mark.usefixtures("logging_restored")
 def test_a_library_does_not_log_what_clients_get_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     from service.bodies import one_image
