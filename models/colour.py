@@ -49,7 +49,9 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
         low, high = high, low
     grey = np.empty(values.shape, np.uint8)
     for at, band in enumerate(bands):
-        scaled = (np.nan_to_num(band.astype(np.float64), nan=low, posinf=max(low, high), neginf=min(low, high)) - low) * 255.0
+        with np.errstate(invalid="ignore"):  # numpy warns of some NaNs
+            exact = band.astype(np.float64)
+        scaled = (np.nan_to_num(exact, nan=low, posinf=max(low, high), neginf=min(low, high)) - low) * 255.0
         grey[at << 20 : (at + 1) << 20] = np.clip(scaled / ((high - low) or 1.0) + 0.5, 0, 255)
     key = image.info.get("transparency")
     alpha = None if key is None else Image.fromarray(np.where(values == key, np.uint8(0), np.uint8(255)).reshape(image.size[::-1]))

@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import logging
 import re
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Callable
@@ -21,12 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import (
     AvifImagePlugin,
     BmpImagePlugin,
     GifImagePlugin,
     Image,
+    ImageChops,
     JpegImagePlugin,
     PngImagePlugin,
     TiffImagePlugin,
@@ -39,7 +41,12 @@ FORMATS = ("JPEG", "PNG", "WebP", "GIF", "BMP", "TIFF", "AVIF")  # always; HEIC 
 
 MAX_BLOCKS = 100_000  # chunks of a PNG, blocks before a GIF's first frame, entries of a TIFF tag
 MAX_SIDE = 65_535  # as in JPEG: Pillow needs far more memory and time for each row than for each pixel
+MAX_SEGMENTS = 4096  # before a JPEG's picture
 MAX_SCANS = 100  # of a progressive JPEG: each costs a pass over the whole picture, and ten are usual
+
+# Pictures of over 32 megapixels take turns: one takes up to 15 bytes for each pixel (WebP), and no body need be large for that.
+LARGE = 32_000_000
+_LARGE_TURN = threading.RLock()
 
 _T = Image.Transpose
 _TURNS = {
@@ -58,6 +65,10 @@ class ImageError(ValueError):
         self.code = code
 
 
+def _broken(what: str) -> ImageError:
+    return ImageError("image_corrupt", f"{what}. Save it again or send another.")
+
+
 def decode(
     data: bytes, *, side: int | None = None, max_pixels: int = 100_000_000, background: tuple[int, int, int] = (255, 255, 255)
 ) -> Image.Image:
@@ -72,6 +83,8 @@ def decode(
     """
 
     def check(size: tuple[int, int]) -> None:
+        if min(size) < 1:
+            raise _broken(f"The image has {size[0]} x {size[1]} pixels by its header")
         if max(size) > MAX_SIDE:
             raise ImageError(
                 "image_too_large", f"The image has {size[0]} x {size[1]} pixels, the limit is {MAX_SIDE} a side. Send a smaller one."
@@ -79,8 +92,11 @@ def decode(
         if size[0] * size[1] > max_pixels:
             limit = f"the limit is {max_pixels / 1e6:g} megapixels. Send a smaller one."
             raise ImageError("image_too_large", f"The image has {size[0]} x {size[1]} pixels, {limit}")
+        if size[0] * size[1] > LARGE:
+            turn_of_large.enter_context(_LARGE_TURN)
 
     name = sniff(data)
+    turn_of_large = contextlib.ExitStack()
     try:
         Image.MAX_IMAGE_PIXELS = None
         image = _OPENERS[name](data, check)
@@ -98,8 +114,11 @@ def decode(
     except MemoryError:
         raise ImageError("image_too_large", f"The {name} needs more memory than there is. Send a smaller one.") from None
     except Exception as error:
-        message = f"The {name} is broken or cut short and does not decode to its end. Save it again or send another."
-        raise ImageError("image_corrupt", message) from error
+        cut = isinstance(error, (EOFError, IndexError, StopIteration, struct.error)) or "truncated" in str(error).lower()
+        how = "is cut short: it ends before its picture does" if cut else "is broken: its picture does not decode"
+        raise _broken(f"The {name} {how}") from error
+    finally:
+        turn_of_large.close()
 
 
 # Which format
@@ -148,11 +167,13 @@ def sniff(data: bytes) -> str:
 
 _MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # those that a length follows
 _DROPPED = (*range(0xE0, 0xF0), 0xFE)  # application data and comments
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # what tells the size and the coding
+_DECODED = (0xC0, 0xC1, 0xC2, 0xC3, 0xC9, 0xCA)  # sequential, progressive, lossless
 
 
 def _open_jpeg(data: bytes, check: _Check) -> Image.Image:
     parts, info, profile, position = [b"\xff\xd8"], _Info(), {}, 2
-    for _ in range(4096):
+    for _ in range(MAX_SEGMENTS):
         marker = next(_MARKER.finditer(data, position))
         code, start = marker[1][0], marker.end()
         if code == 0xDA:
@@ -163,13 +184,20 @@ def _open_jpeg(data: bytes, check: _Check) -> Image.Image:
             info.setdefault("exif", body)
         elif code == 0xE2 and body[:12] == b"ICC_PROFILE\0" and len(body) > 14:
             profile[body[12]] = (body[13], body[14:])
+        elif code in _FRAMES:
+            bits, height, width = struct.unpack_from(">BHH", body)
+            if code not in _DECODED or bits != 8:
+                kind = f"JPEG of {bits} bits and coding SOF{code & 15}"
+                raise ImageError("unsupported_format", f"{kind} is not decoded here. Save it as an ordinary JPEG.")
+            check((width, height))
+            parts.append(data[marker.start() : position])
         elif code not in _DROPPED or (body[:5] in (b"JFIF\0", b"Adobe") and len(body) >= 12):  # these two say how colours are stored
             parts.append(data[marker.start() : position])
     else:
-        raise ValueError("too many segments")
+        raise _broken(f"The JPEG has over {MAX_SEGMENTS} segments before its picture")
     image = JpegImagePlugin.JpegImageFile(io.BytesIO(b"".join([*parts, memoryview(data)[marker.start() :]])))
     if image.info.get("progressive") and data.count(b"\xff\xda") > MAX_SCANS:
-        raise ValueError("too many scans")
+        raise _broken(f"The JPEG has over {MAX_SCANS} scans")
     image.decodermaxblock = len(data)  # all at once: after each 64 KB Pillow would copy, and wait for other threads to yield the GIL
     if profile and all(total == len(profile) for total, _ in profile.values()):
         info["icc_profile"] = b"".join(profile[number][1] for number in sorted(profile))
@@ -180,6 +208,9 @@ def _open_jpeg(data: bytes, check: _Check) -> Image.Image:
 def _open_png(data: bytes, check: _Check) -> Image.Image:
     view, info, position = memoryview(data), _Info(), 8
     parts = [view[:8]]
+    if data[12:16] == b"CgBI":
+        raise ImageError("unsupported_format", "Apple's own form of PNG is not decoded here. Save it as an ordinary PNG.")
+    check(struct.unpack_from(">II", data, 16))
     for _ in range(MAX_BLOCKS):
         end = position + 12 + int.from_bytes(data[position : position + 4], "big")
         name = data[position + 4 : position + 8]
@@ -187,7 +218,8 @@ def _open_png(data: bytes, check: _Check) -> Image.Image:
             parts.append(view[position:end])
         elif name == b"eXIf":
             info["exif"] = data[position + 8 : end - 4]
-        elif name == b"iCCP":
+        elif name == b"iCCP" and "icc_profile" not in info:
+            info["icc_profile"] = b""  # the first one counts, and is unpacked once even if it is broken
             packed = data[position + 8 : end - 4].partition(b"\0")[2][1:]
             with contextlib.suppress(zlib.error):
                 info["icc_profile"] = zlib.decompressobj().decompress(packed, colour.MAX_PROFILE_BYTES + 1)
@@ -195,10 +227,9 @@ def _open_png(data: bytes, check: _Check) -> Image.Image:
             break
         position = end
     else:
-        raise ValueError("too many chunks")
+        raise _broken(f"The PNG has over {MAX_BLOCKS} chunks")
     stream = b"".join(parts)
     image = PngImagePlugin.PngImageFile(io.BytesIO(stream))
-    check(image.size)
     bits, key = data[24], image.info.get("transparency")
     if key is not None and image.mode in ("1", "L"):  # it is given in the file's levels, not the image's
         image.info["transparency"] = (key & (1 << bits) - 1) * (255 // ((1 << bits) - 1))
@@ -208,13 +239,12 @@ def _open_png(data: bytes, check: _Check) -> Image.Image:
             # Pillow keeps the high bytes only, too few to find the one transparent colour: the other byte order gives the low ones.
             low = PngImagePlugin.PngImageFile(io.BytesIO(stream))
             low.tile = [tile._replace(args="RGB;16L") for tile in low.tile]
-            alpha = Image.new("L", image.size, 255)
-            for top in range(0, image.height, 256):  # in bands: numpy needs many bytes for each pixel
-                box = (0, top, image.width, min(top + 256, image.height))
-                high_hit = np.asarray(image.crop(box)) == [k >> 8 for k in key]
-                hit = np.all(high_hit & (np.asarray(low.crop(box)) == [k & 255 for k in key]), axis=2)
-                alpha.paste(0, box, Image.fromarray(hit.astype(np.uint8) * 255))
-            image.putalpha(alpha)
+            other = Image.new("L", image.size)  # 255 where a byte differs from the transparent colour's
+            for picture, shift in ((image, 8), (low, 0)):
+                for band, k in enumerate(key):
+                    differs = picture.getchannel(band).point([255 * (level != k >> shift & 255) for level in range(256)])
+                    other = ImageChops.lighter(other, differs)
+            image.putalpha(other)
     image.info |= info
     return image
 
@@ -225,7 +255,7 @@ def _open_webp(data: bytes, check: _Check) -> Image.Image:
     elif data[12:16] == b"VP8L":
         size = int.from_bytes(data[21:25], "little")
         check((1 + (size & 0x3FFF), 1 + (size >> 14 & 0x3FFF)))
-    else:
+    elif data[12:16] == b"VP8 ":
         width, height = struct.unpack_from("<HH", data, 26)
         check((width & 0x3FFF, height & 0x3FFF))
     return WebPImagePlugin.WebPImageFile(io.BytesIO(data))
@@ -243,9 +273,10 @@ def _open_gif(data: bytes, check: _Check) -> Image.Image:
         else:
             position, inside = position + (2 if byte == ord("!") else 1), byte == ord("!")
     else:
-        raise ValueError("too many blocks")
+        raise _broken(f"The GIF has over {MAX_BLOCKS} blocks before its first picture")
     left, top, right, bottom = struct.unpack_from("<4H", data, position + 1)
     box = (left, top, left + right, top + bottom)
+    check((right, bottom))
     check(size := (max(width, box[2]), max(height, box[3])))  # here: for some disposals Pillow makes a canvas when it opens the file
     image: Image.Image = GifImagePlugin.GifImageFile(io.BytesIO(data))
     if box != (0, 0, *size):  # nothing was drawn outside the frame, where Pillow has colour 0
@@ -255,8 +286,9 @@ def _open_gif(data: bytes, check: _Check) -> Image.Image:
 
 
 def _open_bmp(data: bytes, check: _Check) -> Image.Image:
+    width, height = struct.unpack_from("<HH" if data[14] == 12 else "<ii", data, 18)
+    check((width, abs(height)))  # a height below 0: from the top down
     image = BmpImagePlugin.BmpImageFile(io.BytesIO(data))
-    check(image.size)
     if image.info["compression"] in (1, 2) and (image.width > 65535 or image.width * image.height > 16 << 20 or len(data) > 4 << 20):
         raise ImageError("image_too_large", "The BMP is too large for a run-length coded one. Save it as PNG.")  # decoded in Python
     if image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0):
@@ -281,23 +313,32 @@ _QUIET = re.compile(r"PIL\.TiffImagePlugin")
 def _open_tiff(data: bytes, check: _Check) -> Image.Image:
     tags = _directory(data)
     check((tags[256][2], tags[257][2]))
-    check((tags.get(322, (0, 0, 0))[2], tags.get(323, (0, 0, 0))[2]))  # a tile may be larger than the image
+    if 322 in tags and 323 in tags:
+        check((tags[322][2], tags[323][2]))  # a tile may be larger than the image
     total = sum(_SIZES.get(kind, 0) * count for kind, count, _ in tags.values())
     if total > len(data) or any(count > MAX_BLOCKS and kind not in (1, 2, 7) for kind, count, _ in tags.values()):
-        raise ValueError("tags that share their bytes, or too many values in one")
+        raise _broken(f"The TIFF has tags that share their bytes, or over {MAX_BLOCKS} values in one")
+    samples, coding = tags.get(277, (0, 0, 1))[2], tags.get(259, (0, 0, 1))[2]
+    if samples > TiffImagePlugin.MAX_SAMPLESPERPIXEL or coding not in TiffImagePlugin.COMPRESSION_INFO:
+        kind = f"TIFF of {samples} samples a pixel and compression {coding}"
+        raise ImageError("unsupported_format", f"{kind} is not decoded here. Save it as PNG or as another TIFF.")
     _silence_libtiff()
     # Pillow warns about tags that don't matter here; catch_warnings would not do, since other threads decode at the same time.
     if ("ignore", None, UserWarning, _QUIET, 0) not in warnings.filters:
         warnings.filterwarnings("ignore", category=UserWarning, module=_QUIET.pattern)
     image = _Tiff(io.BytesIO(data))
     if max((tile.extents[3] for tile in image.tile if tile.extents), default=0) < tags[257][2]:
-        raise ValueError("strips are missing")
+        raise _broken("The TIFF is cut short: strips or tiles are missing")
     return image
 
 
 @cache
 def _silence_libtiff() -> None:
-    """libtiff prints a line to stderr for every broken row, millions for a hostile file; Pillow has no switch for it."""
+    """libtiff prints a line to stderr for every broken row, millions for a hostile file; Pillow has no switch for it.
+
+    What Pillow itself logs as an error of a TIFF it raises, too.
+    """
+    logging.getLogger(TiffImagePlugin.__name__).setLevel(logging.CRITICAL)
     for library in {word for word in Path("/proc/self/maps").read_text().split() if "/libtiff" in word}:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(library).TIFFSetErrorHandler(None)
@@ -310,6 +351,8 @@ def _open_avif(data: bytes, check: _Check) -> Image.Image:
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the callers decode several images at once
     # AVIF's own boxes turn the image and EXIF has no say; Pillow would refuse the file for broken EXIF, so the decoder must not see it.
     boxes, mdat, rest = data.partition(b"mdat")
+    for found in re.finditer(rb"ispe\0{4}(.{8})", boxes, re.DOTALL):  # sizes, of thumbnails and of tiles, too
+        check(struct.unpack(">II", found[1]))
     return AvifImagePlugin.AvifImageFile(io.BytesIO(boxes.replace(b"\0\0Exif", b"\0\0none") + mdat + rest))
 
 
