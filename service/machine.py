@@ -123,3 +123,11 @@ def share_heap() -> None:
     """Have all threads of this process share one heap: glibc would give each its own, and each would keep the most that it ever held."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-8, 1)  # M_ARENA_MAX of malloc.h
+
+
+def give_large_back() -> None:
+    """Have the memory of large pictures go back to the system when they are done: glibc would keep up to 64 MB of it, and more below
+    what stays."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD of malloc.h: a picture of one megapixel
+        libc.mallopt(-1, 4 << 20)  # M_TRIM_THRESHOLD

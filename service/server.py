@@ -33,7 +33,7 @@ from service.connection import Connection
 from service.frontdoor import FrontDoor
 from service.intake import Intake
 from service.loop import ClassifierAPI, follow_parent, run_worker
-from service.machine import StartError, available_cpus, find_devices, share, share_heap
+from service.machine import StartError, available_cpus, find_devices, give_large_back, share, share_heap
 from service.settings import Settings, configure_logging
 from service.slots import STOP, Failure, Layout, Memory, ProcessState, SlotState, WakePipe
 from service.worker import WorkerOptions
@@ -246,6 +246,7 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         configure_logging(self.settings.log_format, self.settings.log_level)
         self.memory.doors["pid"][index] = os.getpid()
         share_heap()
+        give_large_back()
         self.front_door = FrontDoor(self.memory, index, self.worker_pipes, self.door_pipes[index], self.decode_threads)
         self.app.state.intake = Intake(self.settings, self.header, self.front_door)
         config = uvicorn.Config(

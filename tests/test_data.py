@@ -111,7 +111,7 @@ def test_bad_files_are_named_with_their_reasons_in_place_of_their_pixels(tmp_pat
     assert all(isinstance(each, BadFile) for each in bad)
     assert [(each.file, each.reason[:20]) for each in bad if isinstance(each, BadFile)] == [
         (files[1], "These 15 bytes are n"),
-        (files[2], "The PNG is broken or"),
+        (files[2], "The PNG is cut short"),
         (files[3], "can't be read (not a"),
         (files[4], "can't be read (No su"),
     ]

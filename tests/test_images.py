@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageChops, ImageCms, JpegImagePlugin
 
+from models import images
 from models.images import FORMATS, ImageError, decode
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +78,17 @@ def tiff(*tags: tuple[int, int, int, int], body: bytes = b"") -> bytes:
     """A TIFF written by hand, of (tag, type, count, value); `body` begins at byte 14 + 12 per tag."""
     entries = b"".join(struct.pack("<HHLL", *tag) for tag in tags)
     return b"II*\0" + struct.pack("<LH", 8, len(tags)) + entries + bytes(4) + body
+
+
+def riff(*chunks: tuple[bytes, bytes]) -> bytes:
+    """A WebP written by hand."""
+    body = b"WEBP" + b"".join(name + struct.pack("<I", len(part)) + part + bytes(len(part) & 1) for name, part in chunks)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def segment(code: int, body: bytes) -> bytes:
+    """A part of a JPEG."""
+    return struct.pack(">BBH", 0xFF, code, len(body) + 2) + body
 
 
 def profile(space: bytes, *, primaries: str = "srgb", gamma: float | None = None) -> bytes:
@@ -268,7 +280,7 @@ def patched(data: bytes, at: int, layout: str, *values: int) -> bytes:
 
 def bomb(kind: str) -> bytes:
     """A few bytes that declare a huge picture."""
-    data = save(Image.new("P" if kind == "GIF" else "RGB", (16, 16)), kind.split()[0])
+    data = save(Image.new("P" if "GIF" in kind else "RGB", (16, 16)), kind.split()[0])
     match kind:
         case "JPEG":
             return patched(data, data.index(b"\xff\xc0") + 5, ">HH", 65000, 65000)
@@ -281,11 +293,17 @@ def bomb(kind: str) -> bytes:
             return data[:frame] + b"!\xf9\4\x08\0\0\0\0" + patched(data, frame + 5, "<HH", 65535, 65535)[frame:]
         case "BMP":
             return patched(data, 18, "<ii", 60000, 60000)
+        case "AVIF":
+            return patched(data, data.index(b"ispe") + 8, ">II", 60000, 60000)
+        case "WEBP canvas":
+            return riff(vp8x(2, 16384, 16384), (b"ANIM", bytes(6)), (b"ANMF", bytes(99)))
+        case "GIF canvas":
+            return patched(data, 6, "<HH", 60000, 60000)
     tags = ((258, 3, 1, 8), (259, 3, 1, 8), (262, 3, 1, 1), (322, 4, 1, 60000), (323, 4, 1, 60000), (324, 4, 1, 150), (325, 4, 1, 9))
     return tiff((256, 3, 1, 8), (257, 3, 1, 8), *tags, body=bytes(999))  # the tile is huge, the picture is not
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "WEBP canvas", "GIF", "GIF canvas", "BMP", "TIFF", "AVIF"])
 def test_a_huge_picture_is_refused_from_its_header(kind: str) -> None:
     data, before, start = bomb(kind), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     error = refused(data)
@@ -315,9 +333,198 @@ def test_metadata_bombs_cost_little() -> None:
     assert time.perf_counter() - start < 10
 
 
+def frame(data: bytes) -> int:
+    """Where the frame header of a JPEG begins."""
+    return data.index(b"\xff\xc0")
+
+
+def gif_frame(data: bytes) -> int:
+    return data.index(b",\0\0\0\0\x60\0\x40\0")
+
+
+SMALL = {kind: save(photo(), kind) for kind in SAVED}
+SQUARE = ((256, 4, 1, 8), (257, 4, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 122), (277, 3, 1, 1), (278, 4, 1, 8))
+MANY = bytes(range(256)) * 3800  # about a megabyte
+VP8 = save(photo(), "WEBP", lossless=False)[20:]
+
+
+def vp8x(flags: int, width: int, height: int) -> tuple[bytes, bytes]:
+    return b"VP8X", struct.pack("<I", flags) + struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        # no pixels
+        (lambda j, p, g, b: patched(j, frame(j) + 5, ">H", 0), "96 x 0 pixels"),  # its height would come later (DNL)
+        (lambda j, p, g, b: patched(j, frame(j) + 7, ">H", 0), "0 x 64 pixels"),
+        (lambda j, p, g, b: png(0, 5, 8, 2, b""), "0 x 5 pixels"),
+        (lambda j, p, g, b: png(5, 0, 8, 2, b""), "5 x 0 pixels"),
+        (lambda j, p, g, b: patched(riff((b"VP8 ", VP8)), 26, "<HH", 0, 9), "0 x 9 pixels"),
+        (lambda j, p, g, b: patched(g, gif_frame(g) + 5, "<HH", 0, 7), "0 x 7 pixels"),
+        (lambda j, p, g, b: patched(b, 18, "<ii", 0, 5), "0 x 5 pixels"),
+        (lambda j, p, g, b: patched(b, 22, "<i", 0), "96 x 0 pixels"),
+        (lambda j, p, g, b: patched(b, 18, "<i", -5), "-5 x 64 pixels"),
+        (lambda j, p, g, b: tiff((256, 4, 1, 0), *SQUARE[1:], body=bytes(99)), "0 x 8 pixels"),
+        (lambda j, p, g, b: tiff(*SQUARE[:5], (322, 4, 1, 0), (323, 4, 1, 16), body=bytes(99)), "0 x 16 pixels"),
+        (lambda j, p, g, b: patched(SMALL["AVIF"], SMALL["AVIF"].index(b"ispe") + 8, ">II", 0, 0), "0 x 0 pixels"),
+        # cut short
+        (lambda j, p, g, b: j[: len(j) // 2], "The JPEG is cut short"),
+        (lambda j, p, g, b: j[:4], "The JPEG is cut short"),
+        (lambda j, p, g, b: j[:-2], "The JPEG is cut short"),
+        (lambda j, p, g, b: p[: len(p) // 2], "The PNG is cut short"),
+        (lambda j, p, g, b: g[: len(g) // 2], "The GIF is cut short"),
+        (lambda j, p, g, b: b[: len(b) // 2], "The BMP is cut short"),
+        (lambda j, p, g, b: patched(b, 10, "<I", 1 << 31), "The BMP is cut short"),
+        (lambda j, p, g, b: patched(SMALL["TIFF"], 4, "<L", 1 << 31), "The TIFF is cut short"),
+        (lambda j, p, g, b: tiff((256, 4, 1, 9), (257, 4, 1, 99), *SQUARE[2:], body=bytes(99)), "strips or tiles are missing"),
+        # broken inside
+        (lambda j, p, g, b: p[:-20] + b"x" + p[-19:], "The PNG is broken"),
+        (lambda j, p, g, b: p[:33] + chunk(b"IEND", b""), "The PNG is broken"),
+        (lambda j, p, g, b: j[:2] + patched(j[frame(j) : frame(j) + 19], 5, ">HH", 900, 900) + j[2:], "The JPEG is broken"),
+        (lambda j, p, g, b: riff(vp8x(2, 9, 9), (b"ANIM", bytes(6))), "The WebP is broken"),
+        (lambda j, p, g, b: riff(vp8x(0, 9, 9), (b"VP8 ", VP8)), "The WebP is broken"),  # a canvas of another size
+        # too many parts
+        (lambda j, p, g, b: j[:2] + segment(0xFE, b"") * 1_000_000 + j[2:], "over 4096 segments"),
+        (lambda j, p, g, b: j[:2] + segment(0xDB, b"\0" + b"\1" * 64) * 5000 + j[2:], "over 4096 segments"),
+        (lambda j, p, g, b: p[:33] + chunk(b"abCd", b"") * 1_000_000 + p[33:], "over 100000 chunks"),
+        (lambda j, p, g, b: g[:6] + bytes(7) + b"!\xfe" + b"\1x" * 2_000_000 + b"\0", "over 100000 blocks"),
+        (lambda j, p, g, b: tiff(*SQUARE[:5], (273, 4, 2_000_000, 98), body=bytes(8_000_000)), "over 100000 values"),
+    ],
+)
+def test_a_refusal_names_its_reason_and_is_quick(make: Callable[..., bytes], reason: str) -> None:
+    data = make(*(SMALL[kind] for kind in ("JPEG", "PNG", "GIF", "BMP")))
+    start = time.thread_time()
+    error = refused(data)
+    assert time.thread_time() - start < 1
+    assert error.code == "image_corrupt"
+    assert reason in str(error)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (patched(SMALL["JPEG"], frame(SMALL["JPEG"]) + 4, "B", 12), "JPEG of 12 bits"),
+        (SMALL["JPEG"].replace(b"\xff\xc0", b"\xff\xc5", 1), "SOF5"),  # hierarchical
+        (SMALL["JPEG"].replace(b"\xff\xc0", b"\xff\xcb", 1), "SOF11"),  # lossless and arithmetic
+        (SMALL["PNG"][:8] + chunk(b"CgBI", bytes(4)) + SMALL["PNG"][8:], "Apple's own form of PNG"),
+        (tiff(*SQUARE[:6], (277, 3, 1, 1000), body=bytes(999)), "1000 samples a pixel"),
+        (tiff(*SQUARE[:3], (259, 3, 1, 9), *SQUARE[4:], body=bytes(999)), "compression 9"),
+        (b"\0\0\1\0\1\0" + bytes(12) + struct.pack("<I", 22) + SMALL["PNG"], "Windows icon"),  # with a PNG inside
+        (b"PK\3\4" + bytes(99) + SMALL["JPEG"], "zip archive"),
+        (b"%PDF-1.4\n" + SMALL["JPEG"], "PDF"),
+    ],
+)
+def test_what_is_not_decoded_is_named(data: bytes, reason: str) -> None:
+    error = refused(data)
+    assert error.code == "unsupported_format"
+    assert reason in str(error)
+
+
+def test_what_is_wrong_with_a_tiff_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    number = struct.pack("<HHLHH", 277, 8, 1, 1000, 0)  # of a type in which we don't look for it
+    data = tiff(*SQUARE, body=bytes(999)).replace(struct.pack("<HHLL", 277, 3, 1, 1), number)
+    assert refused(data).code == "image_corrupt"
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda j, p, g: j + bytes(15_000_000),
+        lambda j, p, g: j + save(photo((300, 200)), "JPEG"),
+        lambda j, p, g: j + b"PK\3\4" + bytes(99),
+        lambda j, p, g: g + b"<html><script>alert(1)</script></html>",
+        lambda j, p, g: p + b"%PDF-1.4\n",
+        lambda j, p, g: j[:-1] + b"\xd0",  # another end
+        lambda j, p, g: j[:-2] + b"\xff\xd0" * 7_500_000 + j[-2:],  # restart markers
+        lambda j, p, g: j[:2] + b"\xff" * 15_000_000 + j[2:],
+        lambda j, p, g: j[:2] + segment(0xE1, b"Exif\0\0" + bytes(65_000)) * 228 + j[2:],
+        lambda j, p, g: j[:2] + b"".join(segment(0xE2, b"ICC_PROFILE\0" + bytes((n + 1, 228)) + MANY[:65_000]) for n in range(228)) + j[2:],
+        lambda j, p, g: p[:33] + chunk(b"tEXt", b"k\0" + MANY * 15) + p[33:],
+        lambda j, p, g: p[:33] + chunk(b"eXIf", b"MM\0*" + bytes(15_000_000)) + p[33:],
+        lambda j, p, g: p[:33] + chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(4_000_000))) * 3000 + p[33:],  # 12 GB of profiles
+        lambda j, p, g: p[:33] + chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(4_000_000))[:-9] + bytes(9)) * 3000 + p[33:],  # broken
+        lambda j, p, g: p[:33] + chunk(b"PLTE", bytes(768)) * 9000 + p[33:],
+        lambda j, p, g: g[:781] + b"!\xfe" + (b"\xff" + bytes(255)) * 50_000 + b"\0" + g[781:],
+        lambda j, p, g: riff(vp8x(8, 96, 64), (b"VP8 ", VP8), (b"EXIF", MANY * 15)),
+        lambda j, p, g: riff(vp8x(32, 96, 64), (b"ICCP", MANY * 15), (b"VP8 ", VP8)),
+        lambda j, p, g: riff(vp8x(4, 96, 64), (b"VP8 ", VP8), (b"XMP ", MANY * 15)),
+        lambda j, p, g: riff(vp8x(0, 96, 64), (b"VP8 ", VP8), *[(b"abcd", b"")] * 1_000_000),
+        lambda j, p, g: SMALL["AVIF"] + struct.pack(">I4s", 15_000_008, b"free") + bytes(15_000_000),
+    ],
+)
+def test_what_lies_around_a_picture_costs_little(make: Callable[..., bytes]) -> None:
+    """Metadata by the megabyte, other files behind it: it decodes, within a second and 50 MB."""
+    data = make(SMALL["JPEG"], SMALL["PNG"], SMALL["GIF"])
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+    assert decode(data).size == (96, 64)
+    assert time.thread_time() - start < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kilobytes
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_of_thousands_of_frames_only_the_first_costs(kind: str) -> None:
+    count = {"TIFF": 1000, "AVIF": 100}.get(kind, 5000)  # these are slow to write
+    frames = [Image.new("RGB", (8, 8), (250, number & 255, number >> 8)) for number in range(count)]
+    data, start = save(frames[0], kind, save_all=True, append_images=frames[1:]), time.thread_time()
+    assert array(decode(data))[4, 4] == pytest.approx([250, 0, 0], abs=3)
+    assert time.thread_time() - start < 0.2
+
+
+def test_tiff_directories_that_loop_are_not_followed() -> None:
+    tags = (*SQUARE, (330, 4, 1, 8), (34665, 4, 1, 8))  # SubIFDs and EXIF that are the directory itself
+    data = tiff(*tags, body=bytes((200,)) * 99)
+    data = patched(data, 10 + 12 * 5 + 8, "<L", len(data) - 99)  # the strip
+    assert decode(patched(data, 10 + 12 * len(tags), "<L", 8)).getpixel((4, 4)) == (200, 200, 200)  # the next directory, too
+
+
+def test_an_inflated_strip_gives_no_more_than_its_picture() -> None:
+    packed = zlib.compress(bytes((200,)) * 100_000_000)
+    data = tiff(*SQUARE[:3], (259, 3, 1, 8), *SQUARE[4:], (279, 4, 1, len(packed)), body=packed)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert decode(data).getpixel((4, 4)) == (200, 200, 200)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+
+
+def test_a_lossless_jpeg_is_decoded() -> None:
+    values = np.asarray(photo((24, 16)).convert("L")).astype(int)
+    before = np.hstack([np.vstack([[[128]], values[:-1, :1]]), values[:, :-1]])  # what each value is predicted by
+    bits = ""
+    for change in (values - before).flat:
+        size = abs(int(change)).bit_length()
+        bits += f"{size:04b}" + (f"{change if change > 0 else change + (1 << size) - 1:0{size}b}" if size else "")
+    bits += "1" * (-len(bits) % 8)
+    packed = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    table = b"\0" + bytes((0, 0, 0, 9, *[0] * 12, *range(9)))  # nine codes of four bits
+    parts = segment(0xC3, struct.pack(">BHHB", 8, 16, 24, 1) + b"\1\x11\0") + segment(0xC4, table) + segment(0xDA, b"\1\1\0\1\0\0")
+    assert (array(decode(b"\xff\xd8" + parts + packed + b"\xff\xd9"))[:, :, 0] == values).all()
+
+
+def test_large_pictures_take_turns_and_small_ones_do_not_wait() -> None:
+    large = png(6000, 6000, 1, 0, bytes(6000 * 751))
+    with ThreadPoolExecutor(2) as pool:
+        with images._LARGE_TURN:
+            waiting, passing = pool.submit(decode, large), pool.submit(decode, SMALL["PNG"])
+            assert passing.result(30).size == (96, 64)
+            assert wait([waiting], 0.3).done == set()
+        assert waiting.result(30).size == (6000, 6000)
+        assert refused(large[:-60]).code == "image_corrupt"
+        assert pool.submit(decode, large).result(30).size == (6000, 6000)  # a broken one has ended its turn
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_the_longest_images_that_a_format_has_are_decoded(kind: str) -> None:
+    long = {"JPEG": 65_500, "WEBP": 16_383}.get(kind, 65_535)
+    for size in ((long, 1), (1, long)):
+        assert decode(save(Image.new("RGB", size, (9, 9, 9)), kind), side=256).size == size
+
+
 def test_a_jpeg_of_a_thousand_scans_is_refused() -> None:
     data = save(photo(), "JPEG", progressive=True)
-    assert refused(data[:-2] + b"\xff\xda\0\x08\1\1\0\1\1\0" * 1000 + data[-2:]).code == "image_corrupt"
+    error = refused(data[:-2] + b"\xff\xda\0\x08\1\1\0\1\1\0" * 1000 + data[-2:])
+    assert error.code == "image_corrupt"
+    assert "over 100 scans" in str(error)
 
 
 def test_a_run_length_coded_bmp_of_one_endless_row_is_refused() -> None:
@@ -356,6 +563,7 @@ def grey_tiff(values: npt.NDArray[Any], white_is_zero: bool = False) -> Image.Im
         (np.array([[0, 1, 128, 255]], np.float32), [0, 1, 128, 255]),
         (np.array([[-2, np.nan, np.inf, 1]], np.float32), [0, 0, 255, 255]),
         (np.array([[7, 7]], np.float32) * 1e30, [0, 0]),
+        (np.array([[0, 0x7F800001, 0x3F800000]], np.uint32).view(np.float32), [0, 0, 255]),  # a NaN of which numpy would warn
     ],
 )
 def test_deep_grey_is_scaled_and_not_clipped(values: npt.NDArray[Any], wanted: list[int]) -> None:

@@ -129,3 +129,29 @@ print(len(heaps))
         ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
         counts.append(int(ended.stdout))
     assert counts[1] == 1 < counts[0]
+
+
+def test_the_memory_of_large_pictures_goes_back_to_the_system() -> None:
+    code = """
+import ctypes, sys
+from pathlib import Path
+from service.machine import give_large_back
+if sys.argv[1] == "back":
+    give_large_back()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) // 256
+before = resident()
+libc.free(libc.malloc(17 << 20))  # from now on glibc takes such blocks from the heap
+blocks = [libc.malloc(16 << 20) for _ in range(3)]
+for block in blocks: libc.memset(block, 1, 16 << 20)
+kept = [libc.malloc(100_000) for _ in range(9)]  # above them
+for block in blocks: libc.free(block)
+print(resident() - before)
+"""
+    kept = {}
+    for how in ("kept", "back"):
+        command = [sys.executable, "-c", code, how]
+        kept[how] = int(subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent).stdout)
+    assert kept["back"] < 8 < 40 < kept["kept"]  # megabytes
