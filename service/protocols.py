@@ -76,7 +76,7 @@ _OUTPUTS = ("probabilities", "logits")
 _MOST_NUMBERS = 10_000_000  # in a JSON tensor
 _MOST_RESULTS = 4_000_000  # numbers in an answer
 _errors = partial(openapi.errors, model=ProtocolError)
-_EXAMPLE = 'an inference request: {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["<base64>"]}]}'
+_EXAMPLE = '{"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["<base64>"]}]}, or tensors flat or binary'
 
 
 @_v2("/v2", response_model=ServerMetadata, responses=_errors(401), summary="The server")
@@ -177,6 +177,7 @@ class _Inference:
             message = f"{len(binary)} bytes follow the JSON, and binary_data_size is {str(announced)[:100]}; give their number, and no data"
             raise ApiError("bad_request", f"inputs.0: {message}")
         fills = self._images(tensor, binary) if isinstance(tensor, ImageInput) else self._pixels(tensor, binary)
+        self.request.inputs = []  # may be large
         classes = len(self.intake.header.labels)
         if len(fills) > MAX_IMAGES or len(fills) * classes > _MOST_RESULTS:
             raise ApiError(
@@ -221,9 +222,12 @@ class _Inference:
             values = np.stack([getattr(answer, output.name) for answer in answers])
             binary = output.parameters.get("binary_data", request.parameters.get("binary_data_output", False))
             k = output.parameters.get("classification")
-            described: dict[str, Any] = {"name": output.name, "datatype": "FP32" if k is None else "BYTES", "shape": list(values.shape)}
             rows: list[Any] = list(values) if k is None else [self._classes(row, k) for row in values]
-            described["shape"] = [len(rows), len(rows[0])]
+            described: dict[str, Any] = {
+                "name": output.name,
+                "datatype": "FP32" if k is None else "BYTES",
+                "shape": [len(rows), len(rows[0])],
+            }
             if binary is True:
                 blob = values.astype("<f4").tobytes() if k is None else b"".join(map(_element, chain.from_iterable(rows)))
                 described["parameters"] = {"binary_data_size": len(blob)}

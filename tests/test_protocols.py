@@ -245,6 +245,14 @@ def test_more_images_than_one_inference_takes_are_refused(tiny_server: Server) -
     assert infer(tiny_server, many).status_code == 400
 
 
+def test_a_tensor_nested_into_too_many_lists_is_refused(tiny_server: Server) -> None:
+    head, tail = json.dumps(inputs(**PIXELS, data=["here"])).split('"here"')
+    answer = infer(tiny_server, f"{head}{'[],' * 260_000}[]{tail}".encode())
+    assert (answer.status_code, answer.json()["code"]) == (400, "bad_request")
+    assert "250000 lists" in answer.text
+    assert "flat or binary" in answer.text
+
+
 def test_errors_of_the_protocols_paths_are_sentences(tiny_server: Server) -> None:
     answer = tiny_server.get("/v2/nowhere")
     assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
