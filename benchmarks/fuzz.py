@@ -11,6 +11,7 @@ import argparse
 import base64
 import ctypes
 import faulthandler
+import gc
 import io
 import itertools
 import json
@@ -48,7 +49,7 @@ from service.machine import give_large_back, share_heap
 CODES = {"not_an_image", "unsupported_format", "image_too_large", "image_corrupt"}
 LIMIT_S = 10.0  # CPU time that one file may take: as long as a request may
 GROWTH_PERCENT = 3.0
-READINGS = 50  # of memory, spread over all files after the warm-up, which is half as many more
+READINGS = 50  # of memory, spread over all files after the warm-up, which is as many again: by then a small process has settled
 THREADS = 4
 
 # Subjects: whole files
@@ -349,7 +350,7 @@ class Found:
 def _parted(count: int) -> list[range]:
     """The numbers of the warm-up, and then 0 to `count` in READINGS parts."""
     ends = [count * part // READINGS for part in range(READINGS + 1)]
-    return [range(count, count + count // 2), *itertools.starmap(range, itertools.pairwise(ends))]
+    return [range(count, 2 * count), *itertools.starmap(range, itertools.pairwise(ends))]
 
 
 def in_process(read: Callable[[bytes], Any], files: Sequence[bytes], seed: int, count: int, nows: Sequence[Any]) -> Found:
@@ -378,7 +379,8 @@ def in_process(read: Callable[[bytes], Any], files: Sequence[bytes], seed: int, 
     with ThreadPoolExecutor(len(nows)) as pool:
         for part in _parted(count):
             list(pool.map(read_all, itertools.repeat(iter(part)), nows))  # each thread takes the next number
-            ctypes.CDLL(None).malloc_trim(0)  # so that what is read is in use
+            gc.collect()  # so that what is read is in use
+            ctypes.CDLL(None).malloc_trim(0)
             found.memory_mb.append(load.memory_mb([os.getpid()]))
     del found.memory_mb[0]
     found.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -39,8 +39,9 @@ def test_a_file_is_made_again_from_its_number_and_most_are_broken(files: list[by
 
 
 def test_the_decoder_takes_mutated_files_in_steady_memory(files: list[bytes]) -> None:
-    found = fuzz.in_a_child(PREPROCESSING.read, files, SEED, 8_000)
-    assert fuzz.report("in process", found, SEED), found.wrong  # its lines name the files
+    found = fuzz.in_a_child(PREPROCESSING.read, files, SEED, 6_000)
+    assert found.wrong == []  # its lines name the files
+    assert found.growth_percent < 10  # a small process has not settled after so few: a leak of 1 kB a file would be 15 %
     assert found.answers.total() == 12_000
     assert set(found.answers) == {"decoded"} | fuzz.CODES
 
@@ -66,7 +67,7 @@ def _die(data: bytes) -> None:
 
 def test_other_errors_and_codes_are_wrong_and_named_by_number(files: list[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     found = fuzz.in_process(_raise, files, SEED, 100, [_Now()])
-    assert len(found.wrong) == 150
+    assert len(found.wrong) == 200
     assert any(line.endswith(": KeyError('length')") for line in found.wrong)
     assert any(line.startswith(f"{SEED}:99: ") for line in found.wrong)
     assert any(line.endswith("not_a_code") for line in found.wrong)
