@@ -1,8 +1,7 @@
-"""Around every request: its id, its log line, its errors in one form, and an answer that survives an unread body."""
+"""Around every request: its id, its log line, its errors in one form."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -24,12 +23,11 @@ log = logging.getLogger("service.access")
 
 _PROBES = ("/livez", "/readyz", "/health", "/ping", "/v2/health/live", "/v2/health/ready")
 
-_DISCARD_BYTES, _DISCARD_S = 64_000_000, 2.0  # of a body that nobody wants, before the answer
 _RETRY_AFTER_S = 1
 
 
 class Envelope:
-    """Around every request: an id, one log line, errors in one form, and no answer cut off because of an unread body."""
+    """Around every request: an id, one log line, errors in one form."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -43,37 +41,21 @@ class Envelope:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {}).update(arrived=arrived, request_id=request_id)
         status = 0
-        asked_for_body = body_read = False
+        waits = b"expect" in headers  # for permission to send its body
 
         async def receive_noting() -> Message:
-            nonlocal asked_for_body, body_read
-            asked_for_body = True
-            message = await receive()
-            body_read = body_read or not message.get("more_body", False)
-            return message
+            nonlocal waits
+            waits = False
+            return await receive()
 
         async def send_noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
-                has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-                if has_body and not body_read and not await discard():
+                if waits:  # after a refusal some send it, and some do not: what comes next could be either
                     message["headers"].append((b"connection", b"close"))
             await send(message)
-
-        async def discard() -> bool:
-            """Read on after an early answer: a client that is still sending would see its connection reset, not the answer."""
-            if b"expect" in headers and not asked_for_body:
-                return False  # the client waits for permission to send: not giving it is the kindest
-            left = _DISCARD_BYTES
-            try:
-                async with asyncio.timeout(_DISCARD_S):
-                    while left > 0 and not body_read:
-                        left -= len((await receive_noting()).get("body", b""))
-            except TimeoutError:
-                pass
-            return body_read
 
         try:
             await self.app(scope, receive_noting, send_noting)

@@ -7,9 +7,12 @@ import contextlib
 import gzip
 import http.client
 import io
+import itertools
 import json
 import random
 import socket
+import threading
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -227,18 +230,92 @@ def test_any_bytes_give_a_4xx_with_the_error_body(tiny_server: Server) -> None:
             assert 400 <= error_code(answer)[0] < 500, (headers, body)
 
 
+def megabytes(count: int) -> Iterator[bytes]:
+    return itertools.repeat(bytes(1_000_000), count)
+
+
 @pytest.mark.parametrize("announced", [True, False], ids=["content-length", "chunked"])
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
-def test_a_client_still_sending_too_much_reads_the_413(tiny_server: Server, announced: bool, connection: str) -> None:
+def test_a_client_still_sending_too_much_reads_the_413_and_may_go_on(tiny_server: Server, announced: bool, connection: str) -> None:
     address = urlsplit(tiny_server.url)
     client = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
-    blocks = [bytes(100_000)] * 100
-    body: Any = b"".join(blocks) if announced else iter(blocks)
-    client.request("POST", "/predict", body=body, headers={"connection": connection})
+    client.request("POST", "/predict", megabytes(90), {"connection": connection} | ({"content-length": "90000000"} if announced else {}))
+    used = client.sock
     answer = client.getresponse()
     assert answer.status == 413
     assert json.loads(answer.read())["error"]["code"] == "body_too_large"
+    if connection == "keep-alive":
+        client.request("POST", "/predict", encode((1, 2, 3)))
+        assert client.getresponse().status == 200
+        assert client.sock is used
     client.close()
+
+
+@pytest.mark.parametrize(("path", "expected"), [("/predict", (413, "body_too_large")), ("/nowhere", (404, "not_found"))])
+def test_an_answer_before_the_end_of_the_body_reaches_requests(tiny_server: Server, path: str, expected: tuple[int, str]) -> None:
+    with requests.Session() as session:
+        for data in (bytes(30_000_000), megabytes(30)):
+            assert error_code(session.post(f"{tiny_server.url}{path}", data=data, timeout=60)) == expected
+        assert session.get(f"{tiny_server.url}/livez", timeout=60).status_code == 200
+
+
+def test_what_is_too_much_is_not_kept_in_memory(tiny_server: Server) -> None:
+    workers = {worker["pid"] for worker in tiny_server.get("/info").json()["workers"]}
+    doors = set(tiny_server.processes) - workers - {tiny_server.process.pid}
+
+    def megabytes_of(field: str) -> float:
+        return sum(int(Path(f"/proc/{pid}/status").read_text().partition(f"{field}:")[2].split()[0]) for pid in doors) / 1000
+
+    for pid in doors:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+    before = megabytes_of("VmRSS")
+    with requests.Session() as session:
+        for count in [300] + [2] * 100:  # the limit is one of them
+            assert error_code(session.post(f"{tiny_server.url}/predict", data=megabytes(count), timeout=60)) == (413, "body_too_large")
+    assert doors
+    assert megabytes_of("VmHWM") - before < 10
+
+
+def test_a_late_body_in_the_tiniest_chunks_does_not_keep_others_waiting(tiny_server: Server) -> None:
+    address = urlsplit(tiny_server.url)
+    asked = threading.Event()
+
+    def flood() -> None:
+        with socket.create_connection((address.hostname, address.port), timeout=60) as client:
+            client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while not asked.is_set():
+                client.sendall(b"1\r\nx\r\n" * 40_000)
+
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(flood)
+        took = []
+        try:
+            for _ in range(5):
+                time.sleep(0.1)  # the flood fills all buffers again
+                begun = time.monotonic()
+                assert tiny_server.get("/livez").status_code == 200
+                took.append(time.monotonic() - begun)
+        finally:
+            asked.set()
+        flooding.result()
+    assert min(took[1:]) < 0.5, took
+
+
+def test_a_hundred_bodies_that_trickle_get_504_and_keep_nobody_waiting(tiny_server: Server) -> None:
+    address = urlsplit(tiny_server.url)
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=60)) for _ in range(120)]
+        for client in slow:
+            client.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\nX-Timeout-Ms: 1500\r\n\r\n")
+        begun, took = time.monotonic(), []
+        while time.monotonic() < begun + 1.8:  # past their deadline
+            for client in slow:
+                client.sendall(b"x")
+            asked = time.monotonic()
+            assert tiny_server.post(encode((1, 2, 3))).status_code == 200
+            took.append(time.monotonic() - asked)
+        assert sorted(took)[len(took) // 2] < 0.5, took
+        assert {client.recv(65536).split(b" ")[1] for client in slow} == {b"504"}
 
 
 def test_a_content_length_of_any_number_of_digits_is_no_error_of_ours(tiny_server: Server) -> None:
