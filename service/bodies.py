@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -113,6 +114,8 @@ def decode_base64(text: str | bytes, name: str) -> bytes:
         prefix, comma, data = data.partition(b",")
         if not comma or not prefix.rstrip().lower().endswith(b";base64"):
             raise ApiError("bad_request", f"{name}: a data URI must have the form data:image/jpeg;base64,...")
+    if data[:8].lower().startswith((b"http://", b"https://")):
+        raise ApiError("bad_request", f"{name}: addresses are not fetched; send the image file itself, in base64")
     data = data.strip().translate(_ALPHABET, _WHITE).rstrip(b"=")
     try:
         data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
@@ -156,9 +159,14 @@ class _Field:
         if not self.content:
             raise ApiError("bad_request", f"{name}: the file is empty")
         content = bytes(self.content)
-        if self.encoding == b"base64" or not (self.is_file or begins_like_an_image(content)):
+        if self.encoding == b"base64":
             return decode_base64(content, name)
-        return content
+        if self.is_file or begins_like_an_image(content):
+            return content
+        try:
+            return decode_base64(content, name)
+        except ApiError as error:
+            raise ApiError("bad_request", f"{error} nor an image file; with curl, a file is sent by {name}=@photo.jpg") from None
 
 
 def _checked(image: bytes) -> bytes:
@@ -193,9 +201,12 @@ def _form(body: bytes, content_type: str) -> list[_Field] | None:
     return None
 
 
+_FORM_BEGINS = re.compile(rb"[\w.\-\[\]%+]{1,100}=")
+
+
 def _urlencoded(body: bytes) -> list[_Field] | None:
-    if b"=" not in body:
-        return None  # no form at all, so whatever it is, the decoder will say what is wrong with it
+    if not _FORM_BEGINS.match(body):
+        return None  # curl sends any file under this type, so whatever it is, the decoder will say what is wrong with it
     if body.count(b"&") >= _MAX_FIELDS:
         raise ApiError("bad_request", f"the form has over {_MAX_FIELDS} fields; send images only")
     pairs = (pair.partition(b"=") for pair in body.split(b"&") if pair)

@@ -315,10 +315,12 @@ class Client:
 
     def _why_unreachable(self, cause: BaseException, connected: bool) -> str:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"{self.name} has a certificate that is not trusted ({cause.verify_message}); --ca-file PEM names one that is"
+            advice = "" if self.ca_file else "; --ca-file PEM names one that is"
+            return f"{self.name} has a certificate that is not trusted ({cause.verify_message}){advice}"
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         if connected:
-            return f"{self.name} was reached and gave no answer: is it the server? ({reason})"
+            what = "is it http://?" if isinstance(cause, ssl.SSLError) else "is it the server?"
+            return f"{self.name} was reached and gave no answer: {what} ({reason})"
         return f"cannot reach {self.name}: is the server running? ({reason})"
 
     def _answer(self, response: requests.Response, body: bytes, request_id: str) -> dict[str, Any]:
@@ -329,7 +331,8 @@ class Client:
             return dict(answer)
         if not response.ok and _is_error(answer):
             error = answer["error"]
-            raise PhotoError(error["code"], error["message"], error.get("request_id"))
+            more = "; here that is --api-key, or SPYGLASS_API_KEYS in the environment" if error["code"] == "unauthorized" else ""
+            raise PhotoError(error["code"], error["message"] + more, error.get("request_id"))
         kind = response.headers.get("content-type", "").partition(";")[0] or "no content type"
         what = f"{response.status_code} {response.reason or ''}".strip()
         raise PhotoError("bad_answer", f"{self.name} gave an answer that is not Spyglass's ({what}, {kind}): is --url right?", request_id)

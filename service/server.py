@@ -53,7 +53,8 @@ def _check_certificate(settings: Settings) -> None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")  # never ask a terminal
         except OSError as error:  # SSLError is one
-            raise StartError(f"ssl_certfile, ssl_keyfile: {settings.ssl_certfile} and {settings.ssl_keyfile}: {error}") from None
+            files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}: {error}"
+            raise StartError(f"ssl_certfile, ssl_keyfile: {files}; needed are a certificate chain and its key, not encrypted") from None
 
 
 @contextmanager
@@ -301,7 +302,9 @@ class SpyglassServer(litserve.LitServer):  # type: ignore[misc]  # LitServe carr
         if not self.settings.keys and self.settings.host not in ("127.0.0.1", "::1", "localhost"):
             log.info("listening on %s: whoever reaches this port may ask, no key is needed (host, api_keys)", self.settings.host)
         example = Path("examples/coffee.jpg")
-        log.info("try: curl --data-binary @%s %s/predict", example if example.exists() else "photograph.jpg", url)
+        key = " -H 'X-API-Key: KEY'" if self.settings.keys else ""
+        trusted = f" --cacert {self.settings.ssl_certfile}" if self.settings.ssl_certfile else ""
+        log.info("try: curl%s%s --data-binary @%s %s/predict", trusted, key, example if example.exists() else "photograph.jpg", url)
 
     def _watch(self) -> int:
         """Wait for a signal (0) or for the death of a process (1)."""

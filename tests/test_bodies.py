@@ -86,6 +86,11 @@ def test_the_field_of_a_form_is_known_by_its_name_and_a_lone_one_without(name: s
         one_image(urlencode({"top_k": 5, "photo": TEXT}).encode(), URLENCODED)
 
 
+@pytest.mark.parametrize("body", [b"# a = b\n\tc && d", b"a line\nPATH=/bin\n", TEXT.encode() * 5, b"/9j/" + TEXT.encode(), b"{", b"=x"])
+def test_what_curl_calls_a_form_and_is_none_is_a_file(body: bytes) -> None:
+    assert one_image(body, URLENCODED) == body
+
+
 def test_the_bytes_of_a_file_may_stand_percent_encoded_in_a_field() -> None:
     assert one_image(urlencode({"image": IMAGE}).encode(), URLENCODED) == IMAGE
 
@@ -219,7 +224,8 @@ def test_a_preamble_an_epilogue_and_headers_in_any_case_do_not_matter() -> None:
         (b'{"image": "QUJDR"}', "application/json", "image: not valid base64"),
         (b'{"image": "QU=JD"}', "application/json", "image: not valid base64"),
         ('{"image": "QUJDé"}'.encode(), "application/json", "image: not valid base64"),
-        (b'{"image": "https://example.com/cat.jpg"}', "application/json", "image: not valid base64"),
+        (b'{"image": "https://example.com/cat.jpg"}', "application/json", "image: addresses are not fetched"),
+        (part(b"hello", 'form-data; name="image"') + END, FORM, "nor an image file; with curl, a file is sent by image=@photo.jpg"),
         (b'{"image": "data:image/png,QUJD"}', "application/json", "image: a data URI must have the form"),
         (b'{"image": "data:image/png;base64"}', "application/json", "image: a data URI must have the form"),
         (part(IMAGE) + END, "multipart/form-data", "names no boundary"),

@@ -243,7 +243,7 @@ def test_too_many_bad_files_stop_the_run_and_are_named(tmp_path: Path, tiny: Pat
     assert command_line.main(given) == 2
     error = capsys.readouterr().err
     assert "error: 1 of 8 files can't be used, more than --max-bad 0.01 allows; mend or remove them, or raise --max-bad\n" in error
-    assert f"  {tmp_path}/data/train/a/0.png: The PNG is broken" in error
+    assert f"  {tmp_path}/data/train/a/0.png: The PNG is cut short" in error
     assert not (tmp_path / "runs/a").exists()
 
 
