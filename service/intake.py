@@ -157,13 +157,14 @@ class Intake:
 
     def _fill_from_body(self, body: bytes, content_type: str, pixels: Pixels) -> None:
         """Decode a request body into a slot. Runs in a decode thread."""
+        image = bodies.one_image(body, content_type)
         try:
-            self.fill(bodies.one_image(body, content_type), pixels)
+            self.fill(image, pixels)
         except ImageError as error:
             if error.code == "image_corrupt" and content_type.startswith("application/x-www-form-urlencoded"):
                 # What `curl -d @file` sends, having dropped every line end.
                 raise ImageError(error.code, f"{error} With curl, send a file by --data-binary, not by -d.") from error
-            if error.code == "not_an_image" and body[:200].isascii():
+            if error.code == "not_an_image" and image is body and body[:200].isascii():
                 raise ImageError(error.code, f'{error} Base64 goes into JSON: {{"image": "<base64>"}}.') from error
             raise
 

@@ -166,6 +166,15 @@ def test_what_curl_d_made_of_a_file_gets_the_right_hint(tiny_server: Server) -> 
     assert "--data-binary" not in tiny_server.post(photograph).text
 
 
+def test_bare_base64_gets_a_hint_and_other_forms_do_not(tiny_server: Server) -> None:
+    text = base64.b64encode(encode((1, 2, 3)))
+    for headers in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
+        answer = tiny_server.post(text, headers=headers)
+        assert error_code(answer) == (415, "not_an_image")
+        assert "Base64 goes into JSON" in answer.text
+    assert "Base64 goes into JSON" not in tiny_server.post(b'{"image": "bm8gcGljdHVyZQ=="}', headers=JSON).text
+
+
 def test_the_root_leads_to_the_documentation(tiny_server: Server) -> None:
     assert tiny_server.get("/", allow_redirects=False).headers["location"] == "/docs"
 
