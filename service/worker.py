@@ -181,7 +181,7 @@ class Worker:
         size = self.engine.cold_size
         if size and self.preparing != size:
             self.preparing, self.prepared = size, False
-            threading.Thread(target=self._prepare, args=(size,), daemon=True).start()
+            threading.Thread(target=self._prepare, args=(size,), name="prepare", daemon=True).start()
         if (size and not self.prepared) or (self.waiting and not self.warming_due):
             return False
         self._wait_until_idle()

@@ -93,6 +93,9 @@ class Room:
         np.testing.assert_allclose(self.memory.logits[slot, :10], self.golden.logits[slot % 16], rtol=0, atol=1e-4)
 
     def close(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "prepare":  # it still writes to what is closed here
+                thread.join(30)
         os.close(self.worker.freed)
         for pipe in (*self.pipes, *self.doors):
             os.close(pipe.reader)
