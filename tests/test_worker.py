@@ -265,7 +265,7 @@ def test_a_worker_warms_its_sizes_while_idle_and_between_batches_one_at_a_time(
     make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class AtOnce:
-        def __init__(self, target: Callable[[int], None], args: tuple[int], daemon: bool) -> None:
+        def __init__(self, target: Callable[[int], None], args: tuple[int], daemon: bool, name: str) -> None:
             self.target, self.args = target, args
 
         def start(self) -> None:
