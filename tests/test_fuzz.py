@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fuzz, load
+from benchmarks import fuzz, load, mutations
 from models.images import ImageError
 from models.preprocessing import Preprocessing
 from tests.conftest import EXAMPLES, Server
@@ -19,7 +19,7 @@ PREPROCESSING = Preprocessing(resize=64, crop=56, interpolation="bilinear", mean
 
 @pytest.fixture(scope="module")
 def files() -> list[bytes]:
-    return fuzz.subjects([photo.data for photo in load.gather(EXAMPLES)])
+    return mutations.subjects([photo.data for photo in load.gather(EXAMPLES)])
 
 
 def test_every_whole_file_decodes(files: list[bytes]) -> None:
@@ -31,9 +31,9 @@ def test_every_whole_file_decodes(files: list[bytes]) -> None:
 
 
 def test_a_file_is_made_again_from_its_number_and_most_are_broken(files: list[bytes]) -> None:
-    made = [fuzz.mutated(files, SEED, number) for number in range(300)]
-    assert [fuzz.mutated(files, SEED, number) for number in range(300)] == made
-    assert fuzz.mutated(files, SEED + 1, 7) != made[7]
+    made = [mutations.mutated(files, SEED, number) for number in range(300)]
+    assert [mutations.mutated(files, SEED, number) for number in range(300)] == made
+    assert mutations.mutated(files, SEED + 1, 7) != made[7]
     assert len(set(made)) > 290
     assert sum(data in files for data in made) < 60
 
