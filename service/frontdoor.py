@@ -58,6 +58,12 @@ class ClientGone(Exception):
 _GivenUp = Callable[[], Exception]  # makes the error: the error itself would hold the request's whole stack until the job has ended
 
 
+def _forget(late: asyncio.Future[Any]) -> None:
+    """Nobody may be left to ask what became of it."""
+    if not late.cancelled():
+        late.exception()
+
+
 class _Job:
     def __init__(self, slot: int, fill: Fill, outcome: asyncio.Future[Answer | _GivenUp]) -> None:
         self.slot, self.outcome = slot, outcome  # the outcome is there before the end when the request gave up
@@ -104,7 +110,15 @@ class FrontDoor:
                 raise _LATE()
             return work()
 
-        return await self._loop.run_in_executor(self._reader, in_time)
+        running = self._loop.run_in_executor(self._reader, in_time)
+        await asyncio.wait((running, gone), timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        running.add_done_callback(_forget)
+        running.cancel()  # where it has not begun
+        if gone.done():
+            raise ClientGone
+        raise _LATE()
 
     async def classify_many(
         self, fills: Sequence[Fill | Refusal], deadline: float, gone: asyncio.Future[Any], then: Callable[[Answer], T]
@@ -118,18 +132,25 @@ class FrontDoor:
                 try:
                     if isinstance(fill, Exception):
                         raise fill
+                    if time.monotonic() >= deadline:
+                        raise _LATE()
                     async with self._many:
                         found[number] = then(await self.classify(fill, deadline, gone))
                 except (ApiError, ImageError) as refusal:
                     found[number] = refusal
 
         tasks = [asyncio.ensure_future(work()) for _ in range(min(self._window, len(fills)))]
+        everything = asyncio.gather(*tasks)
+        everything.add_done_callback(_forget)
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.wait((everything, gone), timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+            if everything.done():
+                everything.result()
+            elif gone.done():
+                raise ClientGone
         finally:
-            for task in tasks:
-                task.cancel()
-        return [found[number] for number in range(len(fills))]
+            everything.cancel()
+        return [found[number] if number in found else _LATE() for number in range(len(fills))]
 
     async def classify(self, fill: Fill, deadline: float, gone: asyncio.Future[Any]) -> Answer:
         """Decode an image with `fill`, which writes uint8 `[crop, crop, 3]`, and classify it.

@@ -83,7 +83,7 @@ class Intake:
         asked = request.headers.get("x-timeout-ms")
         if asked is not None:
             if not (asked.isascii() and asked.isdecimal() and len(asked) < 12 and int(asked) > 0):
-                raise ApiError("bad_request", f"x-timeout-ms: {asked!r} must be a whole number of milliseconds from 1")
+                raise ApiError("bad_request", f"x-timeout-ms: {asked[:100]!r} must be a whole number of milliseconds from 1")
             timeout = min(timeout, int(asked) / 1000)
         arrived: float = request.scope["state"]["arrived"]
         return arrived + timeout
@@ -130,8 +130,12 @@ class Intake:
         deadline = self.deadline(request)
         body = await self.read_body(request, deadline)
         try:
-            fill = partial(self._fill_from_body, body, request.headers.get("content-type", ""))
-            return await self.front_door.classify(fill, deadline, request.scope["state"]["gone"])
+            content_type, gone = request.headers.get("content-type", ""), request.scope["state"]["gone"]
+            fill = partial(self._fill_from_body, body, content_type)
+            if len(body) > bodies.LARGE and not content_type.startswith("image/"):
+                image = await self.front_door.run(partial(bodies.one_image, body, content_type), deadline, gone)
+                fill = partial(self.fill, image)
+            return await self.front_door.classify(fill, deadline, gone)
         finally:
             self.inflight -= len(body)
 
@@ -207,10 +211,14 @@ def _inflater(encoding: str | None) -> Callable[[bytes, int, bool], bytes] | Non
     stream = zlib.decompressobj(47)  # either kind, as its first bytes say
 
     def inflate(chunk: bytes, most: int, last: bool) -> bytes:
+        if stream.eof and chunk:  # zlib would keep them, uncounted
+            raise ApiError("bad_request", f"content-encoding: bytes follow the end of the {encoding} body; send one stream")
         try:
             data = stream.decompress(chunk, most)
         except zlib.error:
             raise ApiError("bad_request", f"content-encoding: the body is not in {encoding}; send it as it is") from None
+        if stream.unused_data:
+            raise ApiError("bad_request", f"content-encoding: bytes follow the end of the {encoding} body; send one stream")
         if last and not stream.eof and not stream.unconsumed_tail:
             raise ApiError("bad_request", f"content-encoding: the {encoding} body was cut off; send it whole")
         return data

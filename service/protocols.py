@@ -207,10 +207,10 @@ class _Inference:
     def _pixels(self, tensor: PixelsInput, binary: memoryview) -> Sequence[Fill | Refusal]:
         crop = self.intake.header.preprocessing.crop
         if tensor.shape[1:] != [crop, crop, 3]:
-            raise ApiError("bad_request", f"inputs.0: pixels must have the shape [n, {crop}, {crop}, 3], not {tensor.shape}")
+            raise ApiError("bad_request", f"inputs.0: pixels must have the shape [n, {crop}, {crop}, 3], not {str(tensor.shape)[:100]}")
         data = _flat(tensor.data, tensor.shape) if tensor.data else binary
         if len(data) != tensor.shape[0] * crop * crop * 3:
-            raise ApiError("bad_request", f"inputs.0: shape {tensor.shape} does not fit {len(data)} values")
+            raise ApiError("bad_request", f"inputs.0: shape {str(tensor.shape)[:100]} does not fit {len(data)} values")
         pixels = np.frombuffer(data, np.uint8).reshape(tensor.shape)
         return [partial(_copy, image) for image in pixels]
 

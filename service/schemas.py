@@ -213,7 +213,7 @@ class InferOutput(BaseModel):
 
 
 class InferRequest(BaseModel):
-    id: str | None = None
+    id: str | None = Field(None, max_length=1000)
     parameters: dict[str, Any] = Field({}, description="`binary_data_output`: whether outputs follow the JSON where they don't say")
     inputs: list[Annotated[ImageInput | PixelsInput, Field(discriminator="name")]] = Field(min_length=1, max_length=1)
     outputs: list[InferOutput] | None = Field(None, max_length=2, description="none: all of them")

@@ -132,12 +132,14 @@ def read(arguments: list[str]) -> Settings:
         # Options of BaseSettings' constructor, which its type leaves out.
         return Settings(_cli_parse_args=arguments, _cli_exit_on_error=False)  # type: ignore[call-arg]
     except pydantic_settings.SettingsError as error:
-        message = str(error).removeprefix("error parsing CLI: ")
         flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
         unknown = next((word.partition("=")[0] for word in arguments if word.startswith("--") and word.partition("=")[0] not in flags), "")
         close = difflib.get_close_matches(unknown, flags, n=1)
         hint = f"did you mean {close[0]}?" if close else "--help lists them all"
-        raise SettingsError(f"{message}; {hint}") from None
+        start, colon, rest = str(error).removeprefix("error parsing CLI: ").partition("unrecognized arguments: ")
+        keyed = any("key" in argument for argument in arguments)  # what is no flag may be one, which is not shown
+        shown = [word.partition("=")[0] for word in rest.split() if word.startswith("--") or not keyed]
+        raise SettingsError(f"{start}{colon}{' '.join(shown)}; {hint}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")

@@ -6,12 +6,14 @@ import base64
 import collections
 import json
 import random
+import time
 import tracemalloc
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, unquote_to_bytes, urlencode
 
 import pytest
 
 from models.images import ImageError
+from service import bodies
 from service.bodies import many_images, one_image
 from service.schemas import MAX_IMAGES, ApiError
 
@@ -93,6 +95,18 @@ def test_what_curl_calls_a_form_and_is_none_is_a_file(body: bytes) -> None:
 
 def test_the_bytes_of_a_file_may_stand_percent_encoded_in_a_field() -> None:
     assert one_image(urlencode({"image": IMAGE}).encode(), URLENCODED) == IMAGE
+
+
+def test_percent_encoding_is_undone_as_by_the_standard_library_and_soon() -> None:
+    chance = random.Random(5)
+    for _ in range(300):
+        data = b"".join(chance.choice([b"%", b"%4", b"%41", b"%fF", b"%zz", b"a", b"+"]) for _ in range(chance.randrange(40)))
+        assert bodies._unquote(data) == unquote_to_bytes(data)
+    long = b"".join(chance.choice([b"%", b"%41", b"abc", b"%2"]) for _ in range(100_000))
+    assert bodies._unquote(long) == unquote_to_bytes(long)  # over several pieces
+    begun = time.process_time()
+    bodies._unquote(b"%" * 5_000_000)
+    assert time.process_time() - begun < 0.6  # unquote_to_bytes takes a second and more
 
 
 def test_a_part_in_base64_by_its_transfer_encoding_is_opened() -> None:

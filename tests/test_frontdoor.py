@@ -532,3 +532,42 @@ def test_what_runs_beside_the_loop_leaves_decode_threads_alone_and_does_not_begi
         assert caught.value.code == "deadline_exceeded"
 
     on_a_loop(test, decode_threads=1)
+
+
+def test_what_waits_for_its_turn_beside_the_loop_gives_up_in_time_and_is_never_begun() -> None:
+    async def test(hall: Hall) -> None:
+        may_return, begun = threading.Event(), list[int]()
+        first = asyncio.ensure_future(hall.door.run(lambda: may_return.wait(10), time.monotonic() + 30, hall.gone))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await hall.door.run(lambda: begun.append(1), time.monotonic() + 0.05, hall.gone)
+        assert caught.value.code == "deadline_exceeded"
+        left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        leaving = asyncio.ensure_future(hall.door.run(lambda: begun.append(2), time.monotonic() + 30, left))
+        await asyncio.sleep(0)
+        left.set_result(None)
+        with pytest.raises(ClientGone):
+            await leaving
+        may_return.set()
+        assert await first is True
+        assert begun == []
+
+    on_a_loop(test)
+
+
+def test_many_images_whose_time_is_over_do_not_wait_for_other_requests() -> None:
+    async def test(hall: Hall) -> None:
+        def many(timeout: float) -> asyncio.Task[Any]:
+            fills = [filling(value) for value in range(1, 9)]
+            return asyncio.ensure_future(hall.door.classify_many(fills, time.monotonic() + timeout, hall.gone, lambda answer: answer))
+
+        patient, hasty = many(30), many(0.1)
+        slot = await hall.next()
+        assert [getattr(one, "code", "answered") for one in await hasty] == ["deadline_exceeded"] * 8  # while nobody is answered
+        hall.answer(slot)
+        for _ in range(7):
+            hall.answer(await hall.next())
+        assert all(isinstance(one, Answer) for one in await patient)
+        await hall.free()
+
+    on_a_loop(test)

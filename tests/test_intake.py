@@ -87,3 +87,11 @@ def test_an_unknown_or_broken_encoding_is_a_bad_request() -> None:
     assert inflate is not None
     with pytest.raises(ApiError, match="cut off"):
         inflate(gzip.compress(b"abc")[:-4], 1000, True)
+
+
+def test_bytes_behind_the_end_of_a_stream_are_refused_not_kept() -> None:
+    for chunks in ([gzip.compress(b"abc") + b"junk"], [gzip.compress(b"abc"), b"junk"]):
+        inflate = _inflater("gzip")
+        assert inflate is not None
+        with pytest.raises(ApiError, match="bytes follow the end"):
+            b"".join(inflate(chunk, 1000, False) for chunk in chunks)

@@ -149,8 +149,11 @@ def test_the_values_that_a_wrong_one_is_near_to_are_allowed() -> None:
     ("arguments", "message"),
     [
         (["--max-batchsize", "8"], "unrecognized arguments: --max-batchsize 8; did you mean --max-batch-size?"),
-        (["--xyzzy=8"], "unrecognized arguments: --xyzzy=8; --help lists them all"),
+        (["--xyzzy=8"], "unrecognized arguments: --xyzzy; --help lists them all"),
         (["serve"], "unrecognized arguments: serve; --help lists them all"),
+        (["--api-key", "SECRET"], "unrecognized arguments: --api-key; did you mean --api-keys?"),
+        (["--api-keyz=SECRET"], "unrecognized arguments: --api-keyz; did you mean --api-keys?"),
+        (["--api-keys", "K1", "SECRET"], "unrecognized arguments: ; --help lists them all"),
         (["--port"], "argument --port: expected one argument; --help lists them all"),
     ],
 )
