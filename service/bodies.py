@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -24,8 +22,8 @@ from service.schemas import MAX_IMAGES, ApiError, BatchRequest, PredictRequest
 _MAX_FIELDS = MAX_IMAGES + 100  # of a form: each costs far more than its bytes
 _MAX_VALUES = 100_000  # of a JSON document, likewise
 _MAX_LISTS = 250_000  # in one, and objects: the parser keeps the GIL, and each takes it five times as long as a number
-LARGE = 1_000_000  # bytes: opening a form or JSON of more takes long enough to be done beside the decode threads
-_parsing = threading.Lock()  # of large bodies: what they become may be ten times their size, and the GIL lets one proceed anyway
+# Bytes. Opening a form or JSON of more takes long, and ten times its memory: callers do it one at a time, beside the decode threads.
+LARGE = 1_000_000
 _WHITE = b"\r\n\t"
 # URL-safe base64 written as plain; and a plus sign that somebody's URL decoding turned into a space.
 _ALPHABET = bytes.maketrans(b"-_ ", b"+/+")
@@ -53,14 +51,13 @@ def one_image(body: bytes, content_type: str) -> bytes:
         raise ApiError("bad_request", "the body is empty; send the bytes of an image file")
     if is_json(content_type):
         return decode_base64(read_json(PredictRequest, body, '{"image": "<base64 or data URI>"}').image, "image")
-    with _one_at_a_time(body):
-        fields = _form(body, content_type)
-        if fields is None:
-            return body
-        found = _images_among(fields)
-        if len(found) != 1:
-            raise ApiError("bad_request", f"the form has {len(found)} images; send exactly one, or several to /predict/batch")
-        return found[0].image()
+    fields = _form(body, content_type)
+    if fields is None:
+        return body
+    found = _images_among(fields)
+    if len(found) != 1:
+        raise ApiError("bad_request", f"the form has {len(found)} images; send exactly one, or several to /predict/batch")
+    return found[0].image()
 
 
 def many_images(body: bytes, content_type: str) -> list[bytes | ApiError]:
@@ -73,33 +70,27 @@ def many_images(body: bytes, content_type: str) -> list[bytes | ApiError]:
     if is_json(content_type):
         texts = read_json(BatchRequest, body, '{"images": ["<base64 or data URI>", ...]}').images
         return [_or_error(partial(decode_base64, text, f"images.{number}")) for number, text in enumerate(texts)]
-    with _one_at_a_time(body):
-        fields = _form(body, content_type)
-        if fields is None:
-            raise ApiError("bad_request", 'send several files as multipart/form-data, or JSON {"images": [...]}; /predict takes one file')
-        found = _images_among(fields)
-        if not 1 <= len(found) <= MAX_IMAGES:
-            raise ApiError("bad_request", f"the form has {len(found)} images; send 1 to {MAX_IMAGES}")
-        return [_or_error(one.image) if one.is_file else _checked(one.image()) for one in found]
+    fields = _form(body, content_type)
+    if fields is None:
+        raise ApiError("bad_request", 'send several files as multipart/form-data, or JSON {"images": [...]}; /predict takes one file')
+    found = _images_among(fields)
+    if not 1 <= len(found) <= MAX_IMAGES:
+        raise ApiError("bad_request", f"the form has {len(found)} images; send 1 to {MAX_IMAGES}")
+    return [_or_error(one.image) if one.is_file else _checked(one.image()) for one in found]
 
 
 def read_json(kind: type[Document], body: bytes | memoryview, example: str, most: int = _MAX_VALUES) -> Document:
     """A JSON body of one kind. Raises ApiError bad_request naming the field, and where it has over `most` values."""
     body = bytes(body)
-    with _one_at_a_time(body):
-        lists = body.count(b"[") + body.count(b"{")
-        if lists > _MAX_LISTS or lists + body.count(b",") > most:
-            raise ApiError("bad_request", f"the JSON has over {most} values or {_MAX_LISTS} lists; send {example}")
-        try:
-            return kind.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the body"
-            raise ApiError("bad_request", f"{where[:200]}: {first['msg'][:200]}; send {example}") from None
-
-
-def _one_at_a_time(body: bytes) -> AbstractContextManager[object]:
-    return _parsing if len(body) > LARGE else nullcontext()
+    lists = body.count(b"[") + body.count(b"{")
+    if lists > _MAX_LISTS or lists + body.count(b",") > most:
+        raise ApiError("bad_request", f"the JSON has over {most} values or {_MAX_LISTS} lists; send {example}")
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise ApiError("bad_request", f"{where[:200]}: {first['msg'][:200]}; send {example}") from None
 
 
 def decode_base64(text: str | bytes, name: str) -> bytes:
